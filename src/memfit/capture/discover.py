@@ -1,0 +1,168 @@
+"""Run the forward once with hooks and write down every module call: the tree of visits.
+
+Saved tensors are dropped as they are made, so the run needs no more memory than inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memfit.measure.step import explained_errors
+from memfit.runtime.calls import Forward, replaced_forward, unwrap
+from memfit.runtime.recompute import is_statistics_norm
+from memfit.workload import Workload
+
+
+@dataclass
+class Visit:
+    """One call of a module: what it saved for backward, what came in and went out."""
+
+    module: str
+    kind: str
+    number: int
+    children: list[Visit] = field(default_factory=list)
+    saved_bytes: int = 0
+    packs: tuple[int, int] = (0, 0)  # tensors saved in the step before it began and ended
+    inputs: tuple[int, ...] = ()  # serial numbers of tensors
+    outputs: tuple[int, ...] = ()
+    mutates_input: bool = False
+    mutated_buffers: tuple[str, ...] = ()
+    container: bool = False
+    storages: set[StorageWeakRef] = field(default_factory=set, repr=False)
+
+    @property
+    def leaf(self) -> bool:
+        """Whether it called no other module."""
+        return not self.children
+
+    def walk(self) -> Iterator[Visit]:
+        """This visit and all below it, in calling order."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass
+class Discovery:
+    """The module calls of one forward; `root` stands for the step itself."""
+
+    root: Visit
+    visits_of: dict[str, int]  # how often each module was called
+
+
+class _Watch:
+    def __init__(self, workload: Workload) -> None:
+        self.model = unwrap(workload.model)
+        self.root = Visit("", "step", 0)
+        self.stack = [self.root]
+        self.counts: dict[str, int] = {}
+        self.packs = 0
+        self._serials: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._next = 0
+        static = [*self.model.parameters(), *self.model.buffers(), *workload.batch_tensors()]
+        self._static = {StorageWeakRef(t.untyped_storage()) for t in static}
+        self._recent: tuple[Visit, list[tuple[torch.Tensor, int]]] | None = None
+
+    def serial(self, tensor: torch.Tensor) -> int:
+        if tensor not in self._serials:
+            self._serials[tensor] = self._next
+            self._next += 1
+        return int(self._serials[tensor])
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = StorageWeakRef(storage)
+        self.packs += 1
+        if key in self._static:
+            return
+        for visit in self.stack:
+            if key not in visit.storages:
+                visit.storages.add(key)
+                visit.saved_bytes += storage.nbytes()
+
+    def wrap(self, name: str, module: torch.nn.Module, forward: Forward) -> Forward:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = self.counts.get(name, 0)
+            self.counts[name] = number + 1
+            visit = Visit(name, type(module).__name__, number)
+            visit.container = type(module) is torch.nn.Sequential
+            self.stack[-1].children.append(visit)
+            tensors = _tensors((args, kwargs))
+            visit.inputs = tuple(self.serial(t) for t in tensors)
+            versions = [(t, t._version) for t in tensors if not t.is_inference()]
+            buffers = {n: b._version for n, b in _plain_buffers(module)}
+            self._check_recent()
+            start = self.packs
+            self.stack.append(visit)
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                self.stack.pop()
+            visit.packs = (start, self.packs)
+            visit.outputs = tuple(self.serial(t) for t in _tensors(output))
+            visit.mutates_input = any(t._version != v for t, v in versions)
+            visit.mutated_buffers = tuple(
+                n for n, b in _plain_buffers(module) if buffers.get(n) != b._version
+            )
+            self._recent = (visit, [(t, t._version) for t, _ in versions])
+            return output
+
+        return call
+
+    def _check_recent(self) -> None:
+        """Notice code that changes a module's input in place just after the module ran."""
+        if self._recent is not None:
+            visit, versions = self._recent
+            visit.mutates_input |= any(t._version != v for t, v in versions)
+            self._recent = None
+
+
+def discover(workload: Workload) -> Discovery:
+    """Run one forward and return its tree of module calls."""
+    watch = _Watch(workload)
+    with ExitStack() as stack:
+        for name, module in watch.model.named_modules():
+            stack.enter_context(
+                replaced_forward(module, lambda f, n=name, m=module: watch.wrap(n, m, f))
+            )
+        stack.enter_context(dropped_saved_tensors(watch.pack))
+        stack.enter_context(explained_errors(workload))
+        workload.compute_loss()
+        watch._check_recent()
+    for visit in watch.root.walk():
+        visit.storages = set()
+    return Discovery(watch.root, watch.counts)
+
+
+@contextmanager
+def dropped_saved_tensors(seen: Any) -> Iterator[None]:
+    """Show each tensor saved for backward to `seen`, then drop it: backward cannot run."""
+
+    def unpack(_: Any) -> torch.Tensor:
+        raise AssertionError("this forward was run without keeping anything for a backward")
+
+    with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+        yield
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Buffers whose changes a replay must undo by copy: all but running statistics."""
+    found = []
+    for path, inner in module.named_modules():
+        if is_statistics_norm(inner):
+            continue
+        for name, buffer in inner.named_buffers(recurse=False):
+            found.append((f"{path}.{name}" if path else name, buffer))
+    return found

@@ -1,0 +1,166 @@
+"""Two recorded runs that together show every block of a step, in little memory.
+
+The forward run drops what is saved, so each block dies when the running code lets go of it. The
+step run recomputes every segment it can, so it fits wherever the tightest of simple plans fits; its
+marks say when each saved tensor is wanted and let go in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit.capture.discover import dropped_saved_tensors
+from memfit.capture.segments import Segment
+from memfit.measure.allocations import Event, mark, record
+from memfit.measure.step import explained_errors, run_step
+from memfit.runtime.calls import Forward, routed, unwrap
+from memfit.runtime.recompute import Recompute
+from memfit.workload import Workload
+
+_PHASE_MARKS = {"backward": "forward_end", "optimizer": "backward_end", "end": "end"}
+
+
+def recomputed_alone(segments: Sequence[Segment]) -> list[int]:
+    """The calls that the recorded step recomputes, each by itself: all that are worth it."""
+    return [i for i, s in enumerate(segments) if not s.visit.leaf and s.pinned is None]
+
+
+def record_forward(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
+    """Record one forward in which nothing saved for backward is kept."""
+    engine = _Marking(None)
+
+    def pack(tensor: torch.Tensor) -> None:
+        mark(f"pack {engine.current} {_address(tensor)}")
+
+    def forward() -> None:
+        with dropped_saved_tensors(pack):
+            loss = workload.compute_loss()
+        mark("forward_end")
+        del loss
+
+    with routed(workload.model, _route(segments), engine), explained_errors(workload):
+        return record(forward, workload.device)
+
+
+def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
+    """Record one whole step with every segment that can be recomputed."""
+    engine = _Marking(recompute_all(workload, segments, _Marks()))
+
+    def pack(tensor: torch.Tensor) -> _Held:
+        return _Held(engine.current, tensor)
+
+    def unpack(held: _Held) -> torch.Tensor:
+        mark(f"unpack {held.call}")
+        return held.tensor
+
+    def step() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            run_step(workload, phase=lambda name: mark(_PHASE_MARKS[name]))
+
+    with routed(workload.model, _route(segments), engine), explained_errors(workload):
+        return record(step, workload.device)
+
+
+def recompute_all(
+    workload: Workload, segments: Sequence[Segment], observer: Any = None
+) -> Recompute:
+    """The engine that recomputes every segment worth it, each by itself."""
+    runs = [(i, i) for i in recomputed_alone(segments)]
+    return Recompute(runs, segment_modules(workload.model, segments), mutated(segments), observer)
+
+
+def segment_modules(
+    model: torch.nn.Module, segments: Sequence[Segment]
+) -> dict[int, torch.nn.Module]:
+    """The module of each segment call."""
+    modules = dict(unwrap(model).named_modules())
+    return {i: modules[s.visit.module] for i, s in enumerate(segments)}
+
+
+def mutated(segments: Sequence[Segment]) -> dict[int, tuple[str, ...]]:
+    """Buffers that each call changes, beside running statistics."""
+    return {i: s.visit.mutated_buffers for i, s in enumerate(segments) if s.visit.mutated_buffers}
+
+
+def _route(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
+    return [(s.visit.module, s.visit.number, s.visits) for s in segments]
+
+
+class _Marking:
+    """An engine that marks each call and its arguments, around another engine."""
+
+    def __init__(self, inner: Recompute | None) -> None:
+        self.inner = inner
+        self.current = -1
+
+    @property
+    def replaying(self) -> bool:
+        return self.inner is not None and self.inner.replaying
+
+    def begin(self) -> None:
+        self.current = -1
+        if self.inner is not None:
+            self.inner.begin()
+
+    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                mark(f"arg {index} {_address(leaf)}")
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if self.replaying:
+                return forward(*args, **kwargs)
+            mark(f"enter {index}")
+            self.current = index
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.current = -1
+
+        output = (
+            marked(*args, **kwargs)
+            if self.inner is None
+            else self.inner(index, marked, args, kwargs)
+        )
+        mark(f"exit {index}")
+        return output
+
+
+class _Held:
+    """A saved tensor that marks when it is let go."""
+
+    def __init__(self, call: int, tensor: torch.Tensor) -> None:
+        self.call, self.tensor = call, tensor
+
+    def __del__(self) -> None:
+        mark(f"release {self.call} {_address(self.tensor)}")
+
+
+class _Marks:
+    """Marks what the recompute engine does."""
+
+    def replay_begins(self, run: tuple[int, int]) -> None:
+        mark(f"replay_begin {run[0]} {run[1]}")
+
+    def replay_ends(self, run: tuple[int, int]) -> None:
+        mark(f"replay_end {run[0]} {run[1]}")
+
+    def replay_enters(self, index: int) -> None:
+        mark(f"replay_enter {index}")
+
+    def replay_exits(self, index: int) -> None:
+        mark(f"replay_exit {index}")
+
+    def run_is_done(self, run: tuple[int, int]) -> None:
+        mark(f"done {run[0]} {run[1]}")
+
+    def bookkeeping(self, index: int, begins: bool) -> None:
+        mark(f"bookkeeping_{'begin' if begins else 'end'} {index}")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

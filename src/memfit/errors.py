@@ -1,0 +1,55 @@
+"""Errors a user can cause: what happened with the numbers, why, and a hint that helps."""
+
+from __future__ import annotations
+
+
+class MemfitError(Exception):
+    """Base of every error memfit raises on purpose; carries the exit code of the command line."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(MemfitError):
+    """Wrong words: an option, a name or a value that means nothing here."""
+
+
+class PlanFileError(MemfitError):
+    """A plan that cannot be read or was made for something else."""
+
+
+class InfeasibleError(MemfitError):
+    """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet."""
+
+    exit_code = 1
+
+    def __init__(
+        self, message: str, *, minimum_bytes: int | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.minimum_bytes = minimum_bytes
+
+
+class VerificationError(MemfitError):
+    """The planned step ran, but not as promised: over the budget, or with other numbers."""
+
+    exit_code = 1
+
+
+class ModelError(MemfitError):
+    """The model cannot be run or trained as given."""
+
+    exit_code = 3
+
+
+class DeviceMemoryError(MemfitError):
+    """The device ran out of memory where memfit could not avoid it."""
+
+    exit_code = 4

@@ -1,0 +1,56 @@
+"""Profile: what was measured of a step before planning it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.ir.step_graph import StepGraph
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The machine the step was measured on."""
+
+    type: str  # "cuda" or "cpu"
+    name: str
+    capacity_bytes: int
+    free_bytes: int
+    torch: str
+    driver: str | None = None
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """Seconds of one segment call: forward, backward, and running its forward once more."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The unplanned step. Simulated when it does not fit on the device."""
+
+    peak_bytes: int
+    peak_reserved_bytes: int | None
+    step_s: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step, measured: its graph, its seconds, its device, and how the plain step did."""
+
+    fingerprint: str
+    workload: dict[str, str]
+    device: DeviceFacts
+    graph: StepGraph
+    call_times: tuple[CallTime, ...]
+    step_s: float
+    baseline: Baseline
+    reserve_bytes: int = 0  # what the allocator held beyond live bytes at the peak
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,123 @@
+"""StepGraph: one training step as segment calls and the memory blocks they make, hold and free.
+
+Positions number the events of the step with everything kept: forward, backward, optimizer.
+A block is alive at position p when `birth <= p < death`, or while something holds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other")
+BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
+CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Call `call` saves the block for its backward and lets go of it at position `release`."""
+
+    call: int
+    release: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One allocation. `death` is when the running code drops it; `holds` may outlive that."""
+
+    id: int
+    bytes: int
+    birth: int
+    death: int
+    category: str
+    call: int = -1  # the segment call that allocates it; -1: code between segments
+    origin: str = ""  # the operator that asked for it
+    holds: tuple[Hold, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a segment's module in the step.
+
+    `need` is the backward position where its saved tensors are first wanted, `done` where the
+    last is let go. `stop` is the forward position after which a replay has nothing left to make.
+    `linked` are the argument blocks that a replay of the call before makes anew; `number` says
+    which of the module's `visits` in the step this is.
+    """
+
+    index: int
+    module: str
+    number: int
+    visits: int
+    kind: str
+    leaf: bool
+    enter: int
+    stop: int
+    exit: int
+    need: int
+    done: int
+    args: tuple[int, ...] = ()
+    linked: tuple[int, ...] = ()
+    chained: bool = False  # a replay may go on from the call before into this one
+    alike: int = -1  # the first call with the same class and the same allocations
+    pinned: str | None = None  # why no run may begin with it, if so
+    mutated_buffers: tuple[str, ...] = ()
+    state_bytes: int = 0  # generator states and the like, kept for a replay
+
+    @property
+    def name(self) -> str:
+        """The module's name, with the number of the call when it is not the first."""
+        return self.module if self.number == 0 else f"{self.module}#{self.number}"
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The whole step: `static` bytes are there from start to end, by category."""
+
+    length: int
+    forward_end: int
+    backward_end: int
+    static: dict[str, int]
+    calls: tuple[Call, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes there before the step begins."""
+        return sum(self.static.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients when the optimizer starts."""
+        return sum(b.bytes for b in self.blocks if b.category == "gradients")
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Static bytes as budgets count them: with all gradients."""
+        return self.static_bytes + self.gradient_bytes
+
+    def runs(self, longest: int) -> list[tuple[int, int]]:
+        """Every run (first, last) of at most `longest` chained calls that can be recomputed."""
+        found = []
+        for first, call in enumerate(self.calls):
+            if call.pinned:
+                continue
+            last = first
+            while True:
+                if not all(c.leaf for c in self.calls[first : last + 1]) or last > first:
+                    found.append((first, last))
+                last += 1
+                if last - first >= longest or last >= len(self.calls):
+                    break
+                follower = self.calls[last]
+                # A pinned follower may sit inside a run: only its own input is in danger.
+                if not follower.chained:
+                    break
+        return found
+
+    def held_arguments(self, first: int, last: int) -> frozenset[int]:
+        """Blocks that recomputing calls `first` to `last` as one keeps until their backward."""
+        held = set(self.calls[first].args)
+        for call in self.calls[first + 1 : last + 1]:
+            held.update(set(call.args) - set(call.linked))
+        return frozenset(held)

@@ -1,0 +1,149 @@
+"""One training step, as every measurement in memfit runs it, and the state it must not disturb."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memfit.errors import ModelError
+from memfit.workload import Workload
+
+Phase = Callable[[str], None]
+
+
+def run_step(workload: Workload, batch: Any = None, phase: Phase | None = None) -> torch.Tensor:
+    """Run forward, backward and the optimizer once; leave no gradients; return the loss.
+
+    `phase` is called with "backward", "optimizer" and "end" as each begins.
+    """
+    say = phase or (lambda name: None)
+    loss = workload.compute_loss(batch)
+    say("backward")
+    run_backward(workload, loss)
+    say("optimizer")
+    if workload.scaler is None:
+        workload.optimizer.step()
+    else:
+        workload.scaler.step(workload.optimizer)
+        workload.scaler.update()
+    drop_gradients(workload)
+    say("end")
+    return loss.detach()
+
+
+def run_backward(workload: Workload, loss: torch.Tensor) -> None:
+    """Back-propagate the loss, scaled if the workload has a scaler."""
+    if workload.scaler is not None:
+        loss = workload.scaler.scale(loss)
+    loss.backward()
+
+
+def drop_gradients(workload: Workload) -> None:
+    """Free every gradient of the model and the optimizer."""
+    workload.optimizer.zero_grad(set_to_none=True)
+    for parameter in workload.model.parameters():
+        parameter.grad = None
+
+
+@contextmanager
+def untouched(workload: Workload) -> Iterator[None]:
+    """Restore parameters, buffers, gradients, optimizer, modes and RNG when the block is left.
+
+    Copies lie in host memory, so that the device's memory is that of the step alone.
+    """
+    model, optimizer = workload.model, workload.optimizer
+    parameters = list(model.parameters())
+    tensors = [*parameters, *model.buffers()]
+    kept = [_to_host(t) for t in tensors]
+    gradients = [p.grad for p in parameters]
+    state = {p: _host_copy(s) for p, s in optimizer.state.items()}
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    groups = copy.deepcopy(groups)
+    scaler = None if workload.scaler is None else copy.deepcopy(workload.scaler.state_dict())
+    modes = {module: module.training for module in model.modules()}
+    rng = torch.get_rng_state(), _cuda_states(workload.device)
+    # Kept gradients would count as memory of the step; they come back at the end.
+    on_host = [None if g is None else _to_host(g) for g in gradients]
+    drop_gradients(workload)
+    del gradients
+    try:
+        yield
+    finally:
+        drop_gradients(workload)
+        with torch.no_grad():
+            for tensor, old in zip(tensors, kept, strict=True):
+                tensor.copy_(old)
+            for parameter, old_grad in zip(parameters, on_host, strict=True):
+                if old_grad is not None:
+                    parameter.grad = old_grad.to(parameter.device)
+        _restore_optimizer(optimizer, state)
+        for group, old_group in zip(optimizer.param_groups, groups, strict=True):
+            group.update(old_group)
+        if scaler is not None and workload.scaler is not None:
+            workload.scaler.load_state_dict(scaler)
+        for module, training in modes.items():
+            module.training = training
+        torch.set_rng_state(rng[0])
+        if rng[1] is not None:
+            torch.cuda.set_rng_state(rng[1], workload.device)
+
+
+@contextmanager
+def explained_errors(workload: Workload) -> Iterator[None]:
+    """Turn an exception of the user's forward into a ModelError that says where it was raised."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"the training step of {workload.name or 'the workload'} failed: "
+            f"{type(error).__name__}: {error}",
+            hint="run loss_fn(model, batch).backward() once by itself to see it",
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that a device has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    # The whole tensor, detached; expanded buffers keep their values, not their strides.
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _host_copy(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return (state.device, _to_host(state))
+    if isinstance(state, dict):
+        return {key: _host_copy(value) for key, value in state.items()}
+    return copy.deepcopy(state)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
+    for parameter in list(optimizer.state):
+        if parameter not in state:
+            del optimizer.state[parameter]
+    for parameter, old in state.items():
+        current = optimizer.state[parameter]
+        for key, value in old.items():
+            if isinstance(value, tuple) and isinstance(value[1], torch.Tensor):
+                existing = current.get(key)
+                if isinstance(existing, torch.Tensor) and existing.shape == value[1].shape:
+                    existing.copy_(value[1])
+                else:
+                    current[key] = value[1].to(value[0])
+            else:
+                current[key] = value
+        for key in list(current):
+            if key not in old:
+                del current[key]
+
+
+def _cuda_states(device: torch.device) -> torch.Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None

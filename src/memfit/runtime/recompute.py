@@ -1,0 +1,252 @@
+"""Recompute runs of segment calls: torch.utils.checkpoint, spread over consecutive modules.
+
+A run of chained calls (each one's input is the output of the call before) is recomputed as one:
+only what enters the run is kept. torch's non-reentrant checkpoint is a generator that is entered
+when the run's first module starts and left when its last one ends; this is the only module that
+touches it. Random numbers are replayed per call and normalisation statistics are frozen during
+the replay, so a recomputed step gives the same numbers as a plain one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from memfit.runtime.calls import Forward
+from memfit.runtime.random_state import RandomState
+
+
+class Observer(Protocol):
+    """Is told what the engine does; used to record a step."""
+
+    def replay_begins(self, run: tuple[int, int]) -> None: ...
+    def replay_ends(self, run: tuple[int, int]) -> None: ...
+    def replay_enters(self, index: int) -> None: ...
+    def replay_exits(self, index: int) -> None: ...
+    def run_is_done(self, run: tuple[int, int]) -> None: ...
+    def bookkeeping(self, index: int, begins: bool) -> None: ...
+
+
+@dataclass
+class _Step:
+    """One call of a run, as it must be repeated."""
+
+    index: int
+    forward: Forward
+    spec: TreeSpec
+    leaves: list[Any]  # plain values and captured tensors; None where linked or saved by torch
+    links: dict[int, int]  # position in leaves -> output leaf of the call before
+    saved: list[int]  # positions in leaves that torch's checkpoint keeps
+    random: RandomState
+    buffers: dict[str, torch.Tensor]
+
+
+@dataclass
+class _Run:
+    """A run being recorded, then waiting for its backward."""
+
+    calls: tuple[int, int]
+    generator: Any = None
+    steps: list[_Step] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+class _Done:
+    """Dies with the last saved tensor of a run."""
+
+    def __init__(self, run: tuple[int, int], observer: Observer) -> None:
+        self.run, self.observer = run, observer
+
+    def __del__(self) -> None:
+        self.observer.run_is_done(self.run)
+
+
+class Recompute:
+    """The engine of the `module` executor: recomputes `runs`, keeps everything else."""
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[int, int]],
+        modules: Mapping[int, torch.nn.Module],
+        mutated_buffers: Mapping[int, Sequence[str]] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._run_of = {i: run for run in runs for i in range(run[0], run[1] + 1)}
+        self._modules = modules
+        self._mutated = mutated_buffers or {}
+        self._observer = observer
+        self._open: _Run | None = None
+        self.replays = 0
+        self.replaying = False
+
+    def begin(self) -> None:
+        """Forget a run that an exception left half recorded."""
+        if self._open is not None:
+            self._open.generator.close()
+            self._open = None
+
+    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        run = self._run_of.get(index)
+        if run is None or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if self._observer:
+            self._observer.bookkeeping(index, True)
+        self._record(run, index, forward, args, kwargs)
+        if self._observer:
+            self._observer.bookkeeping(index, False)
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            self.begin()
+            raise
+        current = self._open
+        assert current is not None
+        if index == run[1]:
+            self._open = None
+            next(current.generator, None)
+            current.outputs = []
+        else:
+            current.outputs = tree_leaves(output)
+        return output
+
+    def _record(
+        self, run: tuple[int, int], index: int, forward: Forward, args: Any, kwargs: Any
+    ) -> None:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        step = _Step(
+            index=index,
+            forward=forward,
+            spec=spec,
+            leaves=[None if i in set(tensors) else leaf for i, leaf in enumerate(leaves)],
+            links={},
+            saved=[],
+            random=RandomState.of(leaves[i].device for i in tensors),
+            buffers={n: self._buffer(index, n).clone() for n in self._mutated.get(index, ())},
+        )
+        if index == run[0]:
+            self.begin()
+            self._open = _Run(run)
+            step.saved = tensors
+            generator = _start(self._replayer(self._open), [leaves[i] for i in tensors])
+            self._open.generator = generator
+            next(generator)
+        else:
+            assert self._open is not None and self._open.calls == run, "a run lost its first call"
+            for i in tensors:
+                source = _position(leaves[i], self._open.outputs)
+                if source is None:
+                    # Detached, so that the graph it belongs to does not hold itself alive.
+                    step.leaves[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
+                else:
+                    step.links[i] = source
+            self._open.outputs = []
+        self._open.steps.append(step)
+
+    def _replayer(self, run: _Run) -> Any:
+        steps, calls, observer = run.steps, run.calls, self._observer
+        done = None if observer is None else _Done(calls, observer)
+
+        def replay(*saved: torch.Tensor) -> None:
+            self.replays += 1
+            self.replaying = True
+            if observer:
+                observer.replay_begins(calls)
+            try:
+                outputs: list[Any] = []
+                for step in steps:
+                    outputs = tree_leaves(self._repeat(step, saved, outputs))
+            finally:
+                self.replaying = False
+                if observer:
+                    observer.replay_ends(calls)
+
+        replay.done = done  # type: ignore[attr-defined]  # lives as long as the run waits
+        return replay
+
+    def _repeat(self, step: _Step, saved: Sequence[torch.Tensor], outputs: list[Any]) -> Any:
+        leaves = list(step.leaves)
+        for position, tensor in zip(step.saved, saved, strict=True) if step.saved else ():
+            leaves[position] = tensor
+        for position, source in step.links.items():
+            leaves[position] = outputs[source]
+        args, kwargs = tree_unflatten(leaves, step.spec)
+        with ExitStack() as stack:
+            stack.enter_context(step.random.replayed())
+            stack.enter_context(frozen_statistics(self._modules[step.index]))
+            stack.enter_context(self._old_buffers(step))
+            if self._observer:
+                self._observer.replay_enters(step.index)
+                stack.callback(self._observer.replay_exits, step.index)
+            return step.forward(*args, **kwargs)
+
+    def _buffer(self, index: int, name: str) -> torch.Tensor:
+        return self._modules[index].get_buffer(name)
+
+    @contextmanager
+    def _old_buffers(self, step: _Step) -> Iterator[None]:
+        """Let the module see its buffers as they were at its forward, and change only copies."""
+        owners = []
+        for name, old in step.buffers.items():
+            path, _, leaf = name.rpartition(".")
+            owner = self._modules[step.index].get_submodule(path)
+            owners.append((owner, leaf, owner._buffers[leaf]))
+            owner._buffers[leaf] = old
+        try:
+            yield
+        finally:
+            for owner, leaf, buffer in owners:
+                owner._buffers[leaf] = buffer
+
+
+def is_statistics_norm(module: torch.nn.Module) -> bool:
+    """Whether the module tracks running statistics as torch's batch norms do."""
+    return getattr(module, "track_running_stats", False) is True and hasattr(module, "momentum")
+
+
+@contextmanager
+def frozen_statistics(module: torch.nn.Module) -> Iterator[None]:
+    """Run normalisation layers inside `module` without updating their running statistics.
+
+    Momentum 0 leaves the running values bit for bit; the training output does not use them.
+    """
+    frozen = [m for m in module.modules() if is_statistics_norm(m) and m.training]
+    before = [(m, m.momentum, m._buffers.get("num_batches_tracked")) for m in frozen]
+    for m in frozen:
+        m.momentum = 0.0
+        m._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for m, momentum, batches in before:
+            m.momentum = momentum
+            m._buffers["num_batches_tracked"] = batches
+
+
+def _position(tensor: torch.Tensor, outputs: list[Any]) -> int | None:
+    return next((i for i, output in enumerate(outputs) if output is tensor), None)
+
+
+def _start(replay: Any, tensors: list[torch.Tensor]) -> Any:
+    generator = torch_checkpoint._checkpoint_without_reentrant_generator
+    options = {
+        "fn": replay,
+        "preserve_rng_state": False,  # RandomState does it, per call and cheaper
+        "context_fn": torch_checkpoint.noop_context_fn,
+        "determinism_check": "default",
+        "debug": False,
+        "early_stop": True,
+    }
+    names = [
+        name
+        for name, parameter in inspect.signature(generator).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    return generator(*(options[name] for name in names), *tensors)
