@@ -14,6 +14,17 @@ from memfit.errors import ModelError, UsageError
 LossFn = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside wrappers such as DistributedDataParallel or torch.compile's."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__module__.startswith("torch.nn.parallel"):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
 @dataclass
 class Workload:
     """A training step to fit: `loss_fn(model, batch)` gives a scalar loss that `optimizer` lowers.

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit.measure.step import explained_errors
-from memfit.runtime.calls import Forward, replaced_forward, unwrap
+from memfit.runtime.calls import Forward, replaced_forward
 from memfit.runtime.recompute import is_statistics_norm
-from memfit.workload import Workload
+from memfit.workload import Workload, unwrap
 
 
 @dataclass

@@ -17,9 +17,9 @@ from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.step import explained_errors, run_step
-from memfit.runtime.calls import Forward, routed, unwrap
+from memfit.runtime.calls import Forward, routed
 from memfit.runtime.recompute import Recompute
-from memfit.workload import Workload
+from memfit.workload import Workload, unwrap
 
 _PHASE_MARKS = {"backward": "forward_end", "optimizer": "backward_end", "end": "end"}
 
@@ -42,7 +42,7 @@ def record_forward(workload: Workload, segments: Sequence[Segment]) -> list[Even
         mark("forward_end")
         del loss
 
-    with routed(workload.model, _route(segments), engine), explained_errors(workload):
+    with routed(workload.model, route_of(segments), engine), explained_errors(workload):
         return record(forward, workload.device)
 
 
@@ -61,7 +61,7 @@ def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             run_step(workload, phase=lambda name: mark(_PHASE_MARKS[name]))
 
-    with routed(workload.model, _route(segments), engine), explained_errors(workload):
+    with routed(workload.model, route_of(segments), engine), explained_errors(workload):
         return record(step, workload.device)
 
 
@@ -86,7 +86,7 @@ def mutated(segments: Sequence[Segment]) -> dict[int, tuple[str, ...]]:
     return {i: s.visit.mutated_buffers for i, s in enumerate(segments) if s.visit.mutated_buffers}
 
 
-def _route(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
+def route_of(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
     return [(s.visit.module, s.visit.number, s.visits) for s in segments]
 
 

@@ -32,12 +32,11 @@ class CallTime:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The unplanned step. Simulated when it does not fit on the device."""
+    """The unplanned step as it was measured."""
 
     peak_bytes: int
-    peak_reserved_bytes: int | None
+    peak_reserved_bytes: int
     step_s: float
-    measured: bool
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Profile:
     graph: StepGraph
     call_times: tuple[CallTime, ...]
     step_s: float
-    baseline: Baseline
-    reserve_bytes: int = 0  # what the allocator held beyond live bytes at the peak
+    baseline: Baseline | None = None  # None: it does not fit on the device
+    inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import PlanFileError
+from memfit.workload import unwrap
 
 Forward = Callable[..., Any]
 Route = Sequence[tuple[str, int, int]]  # module, which of its calls, how many calls in a step
@@ -27,17 +28,6 @@ class Engine(Protocol):
     def begin(self) -> None: ...
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any: ...
-
-
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside wrappers such as DistributedDataParallel or torch.compile's."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__module__.startswith("torch.nn.parallel"):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
 
 
 @contextmanager

@@ -1,0 +1,51 @@
+"""Facts about the device a step runs on."""
+
+from __future__ import annotations
+
+import platform
+
+import psutil
+import torch
+
+from memfit.errors import UsageError
+from memfit.ir.profile import DeviceFacts
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Name, capacity and free memory of `device`, and the software around it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        properties = torch.cuda.get_device_properties(device)
+        # What this process caches but does not use is free to it.
+        cached = torch.cuda.memory_reserved(device)
+        return DeviceFacts(
+            type="cuda",
+            name=properties.name,
+            capacity_bytes=total,
+            free_bytes=free + cached,
+            torch=torch.__version__,
+            driver=_driver(device),
+        )
+    if device.type == "cpu":
+        memory = psutil.virtual_memory()
+        return DeviceFacts(
+            type="cpu",
+            name=platform.processor() or platform.machine(),
+            capacity_bytes=memory.total,
+            free_bytes=memory.available,
+            torch=torch.__version__,
+        )
+    raise UsageError(
+        f"memfit does not know devices of type {device.type!r}",
+        hint="it fits steps on cuda and cpu",
+    )
+
+
+def _driver(device: torch.device) -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # NVML is optional: any failure of it only means "not known"
+        return None

@@ -1,0 +1,98 @@
+"""Bytes of a step: static ones by category, and the measured peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit.measure.allocations import peak_above_start, record
+from memfit.workload import Workload, unwrap
+
+_CUDA_GRAIN = 512  # the CUDA allocator hands out multiples of this
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Highest live bytes, highest bytes the process held, and allocator retries on the way."""
+
+    bytes: int
+    reserved_bytes: int
+    retries: int = 0
+
+
+def static_bytes(workload: Workload) -> dict[str, int]:
+    """Bytes there before a step, by category. Each storage counts once, in the first that has it.
+
+    On CUDA, `other` is everything else that is allocated on the device.
+    """
+    seen: set[int] = set()
+    model = unwrap(workload.model)
+    state = [leaf for s in workload.optimizer.state.values() for leaf in tree_leaves(s)]
+    sizes = {
+        "parameters": _unique_bytes(model.parameters(), workload.device, seen),
+        "optimizer_state": _unique_bytes(state, workload.device, seen),
+        "buffers": _unique_bytes(model.buffers(), workload.device, seen),
+        "batch": _unique_bytes(workload.batch_tensors(), workload.device, seen),
+    }
+    if workload.device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(workload.device)
+        sizes["other"] = max(0, allocated - sum(sizes.values()))
+    return sizes
+
+
+def measure_peak(workload: Workload, work: Callable[[], Any]) -> Peak:
+    """Run `work` and return its peak: static bytes and everything it allocates."""
+    device = workload.device
+    if device.type != "cuda":
+        base = sum(static_bytes(workload).values())
+        highest = base + peak_above_start(record(work, device))
+        return Peak(highest, highest)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    work()
+    torch.cuda.synchronize(device)
+    stats = torch.cuda.memory_stats(device)
+    return Peak(
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        int(stats.get("num_alloc_retries", 0)) - int(before),
+    )
+
+
+@contextmanager
+def memory_cap(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
+    """Let this process take at most `budget_bytes` from a CUDA device's allocator."""
+    if device.type != "cuda" or budget_bytes is None:
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _unique_bytes(tensors: Iterable[Any], device: torch.device, seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.device != device:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += _rounded(storage.nbytes(), device)
+    return total
+
+
+def _rounded(size: int, device: torch.device) -> int:
+    return -(-size // _CUDA_GRAIN) * _CUDA_GRAIN if device.type == "cuda" else size

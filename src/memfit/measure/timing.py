@@ -1,0 +1,79 @@
+"""Seconds: of steps, interleaved so that drift hits all alike, with medians and spreads."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of a step and the spread: half the distance between the quartiles."""
+
+    median_s: float
+    spread_s: float
+    samples: tuple[float, ...]
+
+
+class Clock:
+    """Takes moments on the device's own timeline; `seconds` between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+
+    def now(self) -> Any:
+        """The moment the device reaches what was asked of it so far."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Seconds between two moments; the device must have passed both (see `settle`)."""
+        return float(start.elapsed_time(stop)) / 1e3 if self._cuda else float(stop - start)
+
+    def settle(self) -> None:
+        """Wait until the device has done everything asked of it."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+
+
+def time_interleaved(
+    works: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 1,
+    limit_s: float = 60.0,
+) -> dict[str, Timing]:
+    """Time each work once a round, in turn; stop early after `limit_s` and three rounds."""
+    clock = Clock(device)
+    samples: dict[str, list[float]] = {name: [] for name in works}
+    begun = time.perf_counter()
+    for number in range(warmup + rounds):
+        for name, work in works.items():
+            clock.settle()
+            start = clock.now()
+            work()
+            stop = clock.now()
+            clock.settle()
+            if number >= warmup:
+                samples[name].append(clock.seconds(start, stop))
+        if number >= warmup + 2 and time.perf_counter() - begun > limit_s:
+            break
+    return {name: summarise(times) for name, times in samples.items()}
+
+
+def summarise(samples: list[float]) -> Timing:
+    """Median and spread of the samples."""
+    if len(samples) < 2:
+        return Timing(samples[0], 0.0, tuple(samples))
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(statistics.median(samples), (high - low) / 2, tuple(samples))

@@ -1,0 +1,197 @@
+"""The fastest plan under a budget, by mixed-integer programming (HiGHS through scipy).
+
+Minimise the seconds recomputed so that memory stays under the budget at every position. Rows are
+added where the simulator finds the budget broken, so the program stays small; what it proves about
+the smaller program (its lower bound) holds for the full one. Limits: runs are at most
+`longest_run` calls long, and times of calls add up (they do not overlap).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from memfit.planning.rows import Holders, MemoryRows, Row
+from memfit.planning.simulate import Run, Simulator
+
+# A lower peak at equal time is better: the whole budget weighs as much as this share of the time.
+PEAK_WEIGHT = 1e-3
+MAX_ROUNDS = 60
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Chosen runs, the bound the solver proved, and whether it was stopped before the end."""
+
+    runs: tuple[Run, ...]
+    lower_bound_s: float  # seconds of recompute that no plan can go under
+    stopped: bool = False
+
+
+def longest_run(simulator: Simulator) -> int:
+    """How many calls one run may hold: a few more than the square root of all, where they pay."""
+    return min(16, 4 + 2 * math.isqrt(len(simulator.graph.calls)))
+
+
+def fastest(simulator: Simulator, budget: int, *, time_limit_s: float = 10.0) -> Solution | None:
+    """The least recompute that keeps the step within `budget`; None when nothing does."""
+    return _Program(simulator).solve(budget, time_limit_s)
+
+
+def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
+    """The plan with the lowest peak; among those, one that recomputes little."""
+    solution = _Program(simulator).solve(None, time_limit_s)
+    assert solution is not None, "without a budget every plan is feasible"
+    return solution
+
+
+class _Program:
+    """Columns: one per run, one per set of holders, and the peak."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.runs = simulator.graph.runs(longest_run(simulator))
+        self.rows = MemoryRows(simulator, self.runs)
+        self.seconds = np.array([simulator.run_seconds(run) for run in self.runs])
+        self.total_s = max(sum(t.recompute_s for t in simulator.profile.call_times), 1e-9)
+        self.scale = max(simulator.peak_bytes([]), 1)
+        self.holders: dict[Holders, int] = {}
+        self.memory: list[Row] = []
+        self._positions: set[int] = set()
+
+    def solve(self, budget: int | None, time_limit_s: float) -> Solution | None:
+        """Solve, simulate, add the rows that were broken, until none is."""
+        deadline = time.monotonic() + time_limit_s
+        self._seed_rows()
+        best: tuple[Run, ...] | None = None
+        bound_s = 0.0
+        for _ in range(MAX_ROUNDS):
+            left = deadline - time.monotonic()
+            answer = self._solve_once(budget, max(left, 0.5))
+            if answer is None:
+                return None if best is None else Solution(best, bound_s, stopped=True)
+            runs, bound_s = answer
+            peak = self.simulator.peak_bytes(runs)
+            limit = self._promised(runs) if budget is None else budget
+            if peak <= limit:
+                return Solution(runs, bound_s)
+            if budget is None:
+                if best is None or peak < self.simulator.peak_bytes(best):
+                    best = runs
+            broken = self.simulator.over(runs, limit)
+            fresh = [p for p in broken if p not in self._positions]
+            if not fresh or left <= 0:
+                return None if best is None else Solution(best, bound_s, stopped=True)
+            for position in fresh:
+                self._add(position)
+        return None if best is None else Solution(best, bound_s, stopped=True)
+
+    def _seed_rows(self) -> None:
+        """Rows that are broken first: the worst of keeping all, of all replays, of each alone."""
+        sim = self.simulator
+        singles = [run for run in self.runs if run[0] == run[1]]
+        for runs in ([], singles):
+            peak = sim.peak_bytes(runs)
+            for position in sim.over(runs, int(0.9 * peak))[:40]:
+                self._add(position)
+        for number in range(len(self.runs)):
+            row = self.rows.inside(number)
+            if row is not None:
+                self.memory.append(row)
+
+    def _add(self, position: int) -> None:
+        if position not in self._positions:
+            self._positions.add(position)
+            self.memory.append(self.rows.at(position))
+
+    def _promised(self, runs: Sequence[Run]) -> int:
+        """The highest row of the program for these runs."""
+        chosen = np.array([run in set(runs) for run in self.runs])
+        kept = {c for c in range(len(self.simulator.graph.calls))} - {
+            c for first, last in runs for c in range(first, last + 1)
+        }
+        highest = 0
+        for row in self.memory:
+            total = row.constant + int(row.coefficients[chosen].sum())
+            for holders, size in row.shared.items():
+                there = any(
+                    (h.kept and h.call in kept) or any(chosen[r] for r in h.runs) for h in holders
+                )
+                total += size if there else 0
+            highest = max(highest, total)
+        return highest
+
+    def _solve_once(
+        self, budget: int | None, time_limit_s: float
+    ) -> tuple[tuple[Run, ...], float] | None:
+        for row in self.memory:
+            for holders in row.shared:
+                self.holders.setdefault(holders, len(self.holders))
+        runs, columns = len(self.runs), len(self.runs) + len(self.holders) + 1
+        peak = columns - 1
+        matrix, upper = self._constraints(columns)
+        cost = np.zeros(columns)
+        if budget is None:
+            cost[:runs] = PEAK_WEIGHT * self.seconds / self.total_s
+            cost[peak] = 1.0
+        else:
+            cost[:runs] = self.seconds / self.total_s
+            cost[peak] = PEAK_WEIGHT
+        high = np.ones(columns)
+        high[peak] = np.inf if budget is None else budget / self.scale
+        integral = np.zeros(columns)
+        integral[:runs] = 1
+        result = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(np.zeros(columns), high),
+            constraints=LinearConstraint(matrix, -np.inf, upper),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+        )
+        if result.x is None:
+            return None
+        chosen = tuple(run for run, x in zip(self.runs, result.x[:runs], strict=True) if x > 0.5)
+        bound = getattr(result, "mip_dual_bound", None)
+        if bound is None or budget is None:
+            return chosen, 0.0
+        most_for_peak = PEAK_WEIGHT * budget / self.scale
+        return chosen, max(0.0, (float(bound) - most_for_peak) * self.total_s)
+
+    def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
+        """Memory rows below the peak column; held blocks; every call in at most one run."""
+        offset, peak = len(self.runs), columns - 1
+        entries: list[tuple[int, int, float]] = []
+        upper: list[float] = []
+        for row in self.memory:
+            at = len(upper)
+            for run in np.flatnonzero(row.coefficients):
+                entries.append((at, int(run), float(row.coefficients[run]) / self.scale))
+            for holders, size in row.shared.items():
+                entries.append((at, offset + self.holders[holders], size / self.scale))
+            entries.append((at, peak, -1.0))
+            upper.append(-row.constant / self.scale)
+        for holders, number in self.holders.items():
+            for clique in holders:
+                at = len(upper)
+                entries.append((at, offset + number, -1.0))
+                if clique.kept:  # held >= 1 - (runs with the call that do not hold the block)
+                    for run in self.rows.containing[clique.call]:
+                        if run not in clique.runs:
+                            entries.append((at, run, -1.0))
+                    upper.append(-1.0)
+                else:  # held >= the sum of the runs that hold it
+                    entries.extend((at, run, 1.0) for run in clique.runs)
+                    upper.append(0.0)
+        for containing in self.rows.containing:
+            if containing:
+                entries.extend((len(upper), run, 1.0) for run in containing)
+                upper.append(1.0)
+        at, column, value = zip(*entries, strict=True) if entries else ((), (), ())
+        matrix = csr_array((value, (at, column)), shape=(len(upper), columns))
+        return matrix, np.array(upper)

@@ -1,0 +1,137 @@
+"""Ways to choose what is recomputed. All share the simulator, so that they can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memfit.planning import optimal
+from memfit.planning.simulate import Run, Simulator
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a strategy is asked for. `budget` None: it may do as it pleases."""
+
+    budget: int | None
+    max_seconds: float  # of recompute
+    interval: int | None = None
+    time_limit_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen runs and, where a strategy proves one, the fewest seconds any plan needs."""
+
+    runs: tuple[Run, ...]
+    lower_bound_s: float = 0.0
+    note: str | None = None
+
+
+Strategy = Callable[[Simulator, Request], Choice | None]
+
+
+def choose_none(simulator: Simulator, request: Request) -> Choice:
+    """Keep everything."""
+    return Choice(())
+
+
+def choose_all(simulator: Simulator, request: Request) -> Choice:
+    """Recompute every segment by itself; single layers stay, recomputing them frees nothing."""
+    return Choice(tuple((c, c) for c in worthwhile_calls(simulator)))
+
+
+def choose_interval(simulator: Simulator, request: Request) -> Choice:
+    """Recompute groups of k consecutive segments, k given or the one with the lowest peak.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016): only what enters a group
+    is kept; the lowest peak lies near k = sqrt(segments).
+    """
+    calls = worthwhile_calls(simulator)
+    lengths = range(1, len(calls) + 1) if request.interval is None else [request.interval]
+    groupings = [_groups(simulator, calls, k) for k in lengths] or [()]
+    return Choice(min(groupings, key=simulator.peak_bytes))
+
+
+def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
+    """Recompute the segments that free most bytes per second until the budget is met.
+
+    Greedy: a segment that would break the limit on seconds is passed over.
+    """
+    budget = request.budget
+    ranked = sorted(
+        worthwhile_calls(simulator),
+        key=lambda c: (-saved_bytes(simulator, c) / simulator.run_seconds((c, c)), c),
+    )
+    chosen: list[Run] = []
+    for call in ranked:
+        if budget is not None and simulator.peak_bytes(sorted(chosen)) <= budget:
+            break
+        seconds = sum(simulator.run_seconds(run) for run in chosen)
+        if seconds + simulator.run_seconds((call, call)) <= request.max_seconds:
+            chosen.append((call, call))
+    return Choice(tuple(sorted(chosen)))
+
+
+def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
+    """The least recompute that meets the budget, with a proven bound."""
+    if request.budget is None:
+        solution = optimal.smallest(simulator, time_limit_s=request.time_limit_s)
+        return Choice(solution.runs)
+    seeds = _feasible_seeds(simulator, request)
+    best = min(seeds, key=simulator.step_seconds, default=None)
+    try:
+        solution = optimal.fastest(simulator, request.budget, time_limit_s=request.time_limit_s)
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+        return Choice(best, note="the solver was interrupted: best plan found so far, no bound")
+    if solution is None:
+        return None if best is None else Choice(best, note="the solver ran out of time")
+    if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.runs):
+        return Choice(best, solution.lower_bound_s)
+    return Choice(solution.runs, solution.lower_bound_s)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "optimal": choose_optimal,
+    "ratio": choose_ratio,
+    "interval": choose_interval,
+    "all": choose_all,
+    "none": choose_none,
+}
+
+
+def worthwhile_calls(simulator: Simulator) -> list[int]:
+    """Calls that may be recomputed by themselves and free something: no single layers."""
+    calls = simulator.graph.calls
+    return [c.index for c in calls if not c.leaf and c.pinned is None and c.need >= 0]
+
+
+def saved_bytes(simulator: Simulator, call: int) -> int:
+    """Bytes that the call alone keeps from forward to backward."""
+    held = simulator.hold_call == call
+    blocks = simulator.hold_block[held]
+    own = simulator.call[blocks] == call
+    return int(simulator.bytes[blocks[own]].sum())
+
+
+def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Run, ...]]:
+    assert request.budget is not None
+    free = Request(request.budget, float("inf"))
+    choices = [s(simulator, free) for s in (choose_none, choose_ratio, choose_interval)]
+    found = [c.runs for c in choices if c is not None]
+    return [runs for runs in found if simulator.peak_bytes(runs) <= request.budget]
+
+
+def _groups(simulator: Simulator, calls: list[int], length: int) -> tuple[Run, ...]:
+    """Cut the chains among `calls` into runs of `length`."""
+    runs: list[Run] = []
+    for call in calls:
+        if runs and runs[-1][1] == call - 1 and simulator.graph.calls[call].chained:
+            first, last = runs[-1]
+            if last - first + 1 < length:
+                runs[-1] = (first, call)
+                continue
+        runs.append((call, call))
+    return tuple(runs)
