@@ -1,8 +1,8 @@
-"""Every allocation of a piece of code, in order, from the allocators' own events.
+"""Every allocation of a piece of code, in order, from the allocator's own events.
 
-torch.profiler reports each allocation and free of the CPU and CUDA allocators, also from compiled
-code and from inside kernels. Marks set from Python stand between them in the same order. This is
-the only module that reads the profiler's event tree.
+Marks set from Python stand between the allocations in the same order. On the CPU the events come
+from torch.profiler (it sees compiled code and the inside of kernels too), on CUDA from the caching
+allocator's history, which sees every thread. This is the only module that reads either.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "memfit:"
+_MARK_BYTES = 77  # a mark in the CUDA history is an allocation of a size nobody else asks for
+_CUDA_GRAIN = 512
+_CUDA_HISTORY = 5_000_000
 # The profiler's library writes a line to stderr at each start and stop unless told not to.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -32,27 +35,38 @@ class Event:
     label: str
 
 
+class Recorder(Protocol):
+    """Runs code and returns its events; `mark` is called while it runs."""
+
+    def run(self, work: Callable[[], Any]) -> list[Event]: ...
+
+    def mark(self, text: str) -> None: ...
+
+
+_active: Recorder | None = None
+
+
 def mark(text: str) -> None:
     """Put a mark between the allocations being recorded."""
-    with record_function(_MARK + text):
-        pass
+    if _active is not None:
+        _active.mark(text)
 
 
 def record(work: Callable[[], Any], device: torch.device) -> list[Event]:
     """Run `work` and return the allocations on `device` and the marks, in order."""
+    global _active
+    assert _active is None, "a recording is under way"
+    recorder = _CudaRecorder(device) if device.type == "cuda" else _CpuRecorder()
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()  # a collection in between would free at a random place
+    _active = recorder
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                work()
+        return recorder.run(work)
     finally:
+        _active = None
         if collecting:
             gc.enable()
-    tree = profiler.profiler.kineto_results.experimental_event_tree()
-    return _flatten(tree, device)
 
 
 def peak_above_start(events: Iterable[Event]) -> int:
@@ -69,25 +83,77 @@ def peak_above_start(events: Iterable[Event]) -> int:
     return peak
 
 
-def _flatten(tree: list[Any], device: torch.device) -> list[Event]:
-    timed: list[tuple[int, int, Event]] = []
-    stack: list[tuple[Any, str]] = [(node, "") for node in reversed(tree)]
-    while stack:
-        node, parent = stack.pop()
-        tag = node.tag.name
-        name = parent
-        if tag == "Allocation":
-            fields = node.extra_fields
-            if fields.device.type == device.type and fields.device.index in (None, device.index):
-                size = fields.alloc_size
+class _CpuRecorder:
+    def mark(self, text: str) -> None:
+        with record_function(_MARK + text):
+            pass
+
+    def run(self, work: Callable[[], Any]) -> list[Event]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                work()
+        return self._flatten(profiler.profiler.kineto_results.experimental_event_tree())
+
+    def _flatten(self, tree: list[Any]) -> list[Event]:
+        timed: list[tuple[int, int, Event]] = []
+        stack: list[tuple[Any, str]] = [(node, "") for node in reversed(tree)]
+        while stack:
+            node, parent = stack.pop()
+            tag, name, event = node.tag.name, parent, None
+            if tag == "Allocation" and node.extra_fields.device.type == "cpu":
+                size = node.extra_fields.alloc_size
                 kind = "alloc" if size > 0 else "free"
-                event = Event(kind, fields.ptr, abs(size), parent)
+                event = Event(kind, node.extra_fields.ptr, abs(size), parent)
+            elif tag == "TorchOp":
+                name = node.name
+                if name.startswith(_MARK):
+                    event = Event("mark", 0, 0, name.removeprefix(_MARK))
+            if event is not None:
                 timed.append((node.start_time_ns, len(timed), event))
-        elif tag == "TorchOp":
-            name = node.name
-            if name.startswith(_MARK):
-                event = Event("mark", 0, 0, name.removeprefix(_MARK))
-                timed.append((node.start_time_ns, len(timed), event))
-        stack.extend((child, name) for child in reversed(node.children))
-    timed.sort(key=lambda row: row[:2])
-    return [event for _, _, event in timed]
+            stack.extend((child, name) for child in reversed(node.children))
+        timed.sort(key=lambda row: row[:2])
+        return [event for _, _, event in timed]
+
+
+class _CudaRecorder:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._marks: list[str] = []
+
+    def mark(self, text: str) -> None:
+        self._marks.append(text)
+        address = torch.cuda.caching_allocator_alloc(_MARK_BYTES, self.device)
+        torch.cuda.caching_allocator_delete(address)
+
+    def run(self, work: Callable[[], Any]) -> list[Event]:
+        history = torch.cuda.memory._record_memory_history
+        history(enabled="all", context=None, max_entries=_CUDA_HISTORY, clear_history=True)
+        try:
+            work()
+            snapshot = torch.cuda.memory._snapshot()
+        finally:
+            history(enabled=None)
+        index = self.device.index or 0
+        return self._read(snapshot["device_traces"][index])
+
+    def _read(self, trace: list[dict[str, Any]]) -> list[Event]:
+        events: list[Event] = []
+        marks = iter(self._marks)
+        mark_address: int | None = None
+        for entry in trace:
+            action, address, size = entry["action"], entry["addr"], entry["size"]
+            if action == "alloc":
+                if size == _MARK_BYTES and (text := next(marks, None)) is not None:
+                    mark_address = address
+                    events.append(Event("mark", 0, 0, text))
+                else:
+                    rounded = max(-(-size // _CUDA_GRAIN), 1) * _CUDA_GRAIN
+                    events.append(Event("alloc", address, rounded, ""))
+            elif action == "free_completed":
+                if address == mark_address:
+                    mark_address = None
+                else:
+                    rounded = max(-(-size // _CUDA_GRAIN), 1) * _CUDA_GRAIN
+                    events.append(Event("free", address, rounded, ""))
+        return events
