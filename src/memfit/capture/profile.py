@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from memfit.capture.build import build_step_graph
 from memfit.capture.find import find_segments
@@ -33,7 +31,8 @@ from memfit.measure.timing import Clock, time_interleaved
 from memfit.runtime.calls import Forward, routed
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
-from memfit.workload import Workload, unwrap
+from memfit.runtime.signature import describe, model_signature
+from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -43,6 +42,7 @@ def profile_workload(
     workload: Workload,
     *,
     segments: Sequence[str] | None = None,
+    accumulate: int = 1,
     rounds: int = 5,
     progress: Progress | None = None,
 ) -> Profile:
@@ -64,13 +64,13 @@ def profile_workload(
                 static,
             )
             say("timing segments")
-            times = _Times(workload, found, graph)
+            times = _Times(workload, found, graph, accumulate)
             times.run(rounds)
         peak = times.plain_peak
         call_times, step_s = times.result()
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
     return Profile(
-        fingerprint=fingerprint(workload),
+        fingerprint=model_signature(workload.model),
         workload=describe(workload),
         device=device_facts(workload.device),
         graph=graph,
@@ -78,6 +78,7 @@ def profile_workload(
         step_s=step_s,
         baseline=None if peak is None else Baseline(peak.bytes, peak.reserved_bytes, step_s),
         inplace_off=inplace,
+        accumulate=accumulate,
         notes=tuple(notes),
     )
 
@@ -110,9 +111,14 @@ class _Times:
     """Times the plain step and the fully recomputed one, whole and call by call."""
 
     def __init__(
-        self, workload: Workload, segments: Sequence[Segment], graph: StepGraph
+        self,
+        workload: Workload,
+        segments: Sequence[Segment],
+        graph: StepGraph,
+        accumulate: int,
     ) -> None:
         self.workload, self.segments, self.graph = workload, segments, graph
+        self.accumulate = accumulate
         self.clock = Clock(workload.device)
         self.plain_peak: Peak | None = None
         self.readings: list[_Reading] = []
@@ -142,12 +148,12 @@ class _Times:
         replayed = sum(replay)
         if "plain" in self.whole and replayed > 0:
             # Replays also cost outside of themselves (Python, launches): share that out.
-            extra = self.whole["recomputed"] - self.whole["plain"]
+            extra = (self.whole["recomputed"] - self.whole["plain"]) / self.accumulate
             factor = min(max(extra / replayed, 0.5), 4.0)
             again = [seconds * factor for seconds in again]
             step_s = self.whole["plain"]
         else:
-            step_s = max(self.whole["recomputed"] - replayed, 1e-9)
+            step_s = max(self.whole["recomputed"] - self.accumulate * replayed, 1e-9)
         if not plain:
             backward = [max(b - r, 0.0) for b, r in zip(backward, replay, strict=True)]
         times = zip(forward, backward, again, strict=True)
@@ -164,11 +170,11 @@ class _Times:
         return None
 
     def _plain_step(self) -> None:
-        run_step(self.workload)
+        run_step(self.workload, accumulate=self.accumulate)
 
     def _recomputed_step(self) -> None:
         with _engine(self.workload, self.segments):
-            run_step(self.workload)
+            run_step(self.workload, accumulate=self.accumulate)
 
     def _calls(self, recompute: bool) -> dict[str, dict[int, float]]:
         calls = CallClock(self.clock)
@@ -231,44 +237,3 @@ class _ReplayClock:
     def run_is_done(self, run: tuple[int, int]) -> None: ...
 
     def bookkeeping(self, index: int, begins: bool) -> None: ...
-
-
-def describe(workload: Workload) -> dict[str, str]:
-    """What the workload is, in words that are compared when a plan is used again."""
-    model = unwrap(workload.model)
-    parameters = sum(p.numel() for p in model.parameters())
-    return {
-        "name": workload.name or type(model).__name__,
-        "model": f"{type(model).__name__} with {parameters} parameters",
-        "batch": batch_signature(workload.batch),
-        "optimizer": type(workload.optimizer).__name__,
-        "device": workload.device.type,
-    }
-
-
-def batch_signature(batch: Any) -> str:
-    """The batch's structure, shapes and dtypes as text."""
-    leaves, spec = tree_flatten(batch)
-    shapes = [
-        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-        if isinstance(x, torch.Tensor)
-        else type(x).__name__
-        for x in leaves
-    ]
-    return " ".join(shapes) or str(spec)
-
-
-def model_signature(model: torch.nn.Module) -> str:
-    """A hash of the model's modules and of its parameters' names, shapes and dtypes."""
-    model = unwrap(model)
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        digest.update(f"{name}:{type(module).__name__};".encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        digest.update(f"{name}:{tensor.dtype}{tuple(tensor.shape)}{tensor.requires_grad};".encode())
-    return digest.hexdigest()[:16]
-
-
-def fingerprint(workload: Workload) -> str:
-    """A plan made for one fingerprint is refused for another."""
-    return model_signature(workload.model)

@@ -103,9 +103,7 @@ def _by_name(discovery: Discovery, patterns: Sequence[str]) -> list[Visit]:
         # "layers.*" means the layers, not what is inside them.
         depth = pattern.count(".")
         matches = [
-            v
-            for v in visits
-            if fnmatchcase(v.module, pattern) and v.module.count(".") == depth
+            v for v in visits if fnmatchcase(v.module, pattern) and v.module.count(".") == depth
         ]
         if not matches:
             raise UsageError(

@@ -44,7 +44,9 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, data, where)
     if kind is float:
-        _expect(isinstance(data, (int, float)) and not isinstance(data, bool), where, "a number", data)
+        _expect(
+            isinstance(data, (int, float)) and not isinstance(data, bool), where, "a number", data
+        )
         return float(data)
     _expect(type(data) is kind, where, f"a {kind.__name__}", data)
     return data

@@ -41,7 +41,11 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Profile:
-    """One step, measured: its graph, its seconds, its device, and how the plain step did."""
+    """One step, measured: its graph, its seconds, its device, and how the plain step did.
+
+    With `accumulate` above 1 the step has that many forwards and backwards: `step_s` counts them
+    all, the graph shows one.
+    """
 
     fingerprint: str
     workload: dict[str, str]
@@ -51,5 +55,6 @@ class Profile:
     step_s: float
     baseline: Baseline | None = None  # None: it does not fit on the device
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
+    accumulate: int = 1  # micro-batches per optimizer step
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION

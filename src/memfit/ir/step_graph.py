@@ -6,7 +6,7 @@ A block is alive at position p when `birth <= p < death`, or while something hol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other")
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
@@ -95,6 +95,17 @@ class StepGraph:
     def fixed_bytes(self) -> int:
         """Static bytes as budgets count them: with all gradients."""
         return self.static_bytes + self.gradient_bytes
+
+    def accumulating(self) -> StepGraph:
+        """The same step while gradients of earlier micro-batches stand: new ones are added."""
+        blocks = tuple(
+            replace(b, category="temporaries", death=min(b.death, b.birth + 1))
+            if b.category == "gradients"
+            else b
+            for b in self.blocks
+        )
+        standing = {**self.static, "gradients": self.gradient_bytes}
+        return replace(self, static=standing, blocks=blocks)
 
     def runs(self, longest: int) -> list[tuple[int, int]]:
         """Every run (first, last) of at most `longest` chained calls that can be recomputed."""

@@ -15,15 +15,19 @@ from memfit.workload import Workload
 Phase = Callable[[str], None]
 
 
-def run_step(workload: Workload, batch: Any = None, phase: Phase | None = None) -> torch.Tensor:
+def run_step(
+    workload: Workload, *, accumulate: int = 1, phase: Phase | None = None
+) -> torch.Tensor:
     """Run forward, backward and the optimizer once; leave no gradients; return the loss.
 
-    `phase` is called with "backward", "optimizer" and "end" as each begins.
+    With `accumulate`, forward and backward run that often before the optimizer. `phase` is called
+    with "backward", "optimizer" and "end" as each begins.
     """
     say = phase or (lambda name: None)
-    loss = workload.compute_loss(batch)
-    say("backward")
-    run_backward(workload, loss)
+    for _ in range(accumulate):
+        loss = workload.compute_loss()
+        say("backward")
+        run_backward(workload, loss)
     say("optimizer")
     if workload.scaler is None:
         workload.optimizer.step()

@@ -47,7 +47,8 @@ class Simulator:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.graph: StepGraph = profile.graph
+        graph = profile.graph
+        self.graph: StepGraph = graph.accumulating() if profile.accumulate > 1 else graph
         blocks = self.graph.blocks
         self.bytes = np.array([b.bytes for b in blocks], dtype=np.int64)
         self.birth = np.array([b.birth for b in blocks], dtype=np.int64)
@@ -65,7 +66,8 @@ class Simulator:
 
     def run_seconds(self, run: Run) -> float:
         """Seconds that recomputing the run adds to the step."""
-        return sum(self.profile.call_times[c].recompute_s for c in range(run[0], run[1] + 1))
+        times = self.profile.call_times[run[0] : run[1] + 1]
+        return self.profile.accumulate * sum(t.recompute_s for t in times)
 
     def step_seconds(self, runs: Sequence[Run]) -> float:
         """Seconds of the whole step."""
@@ -105,8 +107,7 @@ class Simulator:
             if position in replays:
                 run, replay = replays[position]
                 points.append(self._replay_point(run, replay, column, static))
-            sizes = {name: int(column[i]) for i, name in enumerate(BLOCK_CATEGORIES)}
-            points.append(Point(position, places[position], static | sizes))
+            points.append(Point(position, places[position], self._sizes(column, static)))
         return Timeline(tuple(points), max(points, key=lambda p: p.total))
 
     def live_blocks(self, runs: Sequence[Run], position: int) -> list[int]:
@@ -124,11 +125,17 @@ class Simulator:
     def _replay_point(
         self, run: Run, replay: Replay, column: Ints, static: dict[str, int]
     ) -> Point:
-        sizes = {name: int(column[i]) for i, name in enumerate(BLOCK_CATEGORIES)}
+        sizes = self._sizes(column, static)
         sizes["temporaries"] += replay.peak_bytes - replay.survivor_bytes
         first, last = (self.graph.calls[c].name for c in run)
         name = first if first == last else f"{first}..{last}"
-        return Point(replay.need, f"recompute {name}", static | sizes)
+        return Point(replay.need, f"recompute {name}", sizes)
+
+    def _sizes(self, column: Ints, static: dict[str, int]) -> dict[str, int]:
+        sizes = dict(static)
+        for i, name in enumerate(BLOCK_CATEGORIES):
+            sizes[name] = sizes.get(name, 0) + int(column[i])
+        return sizes
 
     def _places(self) -> list[str]:
         graph = self.graph
@@ -184,9 +191,7 @@ class Simulator:
         # Saved inside the run: made by it, or gone by then and neither made nor passed in (a cast
         # that autocast cached for an earlier segment), which the replay has to make again.
         blocks = self.hold_block[holds]
-        inside = mine[blocks] | ~(
-            np.isin(blocks, arguments) | (self.death[blocks] > min(needs))
-        )
+        inside = mine[blocks] | ~(np.isin(blocks, arguments) | (self.death[blocks] > min(needs)))
         release = np.full(len(self.bytes), -1, dtype=np.int64)
         np.maximum.at(release, blocks[inside], self.hold_release[holds][inside])
         survivors = np.flatnonzero(release > min(needs))

@@ -31,9 +31,7 @@ class Engine(Protocol):
 
 
 @contextmanager
-def replaced_forward(
-    module: torch.nn.Module, wrap: Callable[[Forward], Forward]
-) -> Iterator[None]:
+def replaced_forward(module: torch.nn.Module, wrap: Callable[[Forward], Forward]) -> Iterator[None]:
     """Run `wrap(forward)` in the place of the module's forward until the block is left."""
     had = "forward" in module.__dict__
     before = module.__dict__.get("forward")

@@ -10,7 +10,6 @@ import torch
 from memfit.workload import unwrap
 
 
-
 def inplace_modules(module: torch.nn.Module) -> list[str]:
     """Names of the modules inside `module` that work in place."""
     return [name for name, m in module.named_modules() if getattr(m, "inplace", False) is True]

@@ -1,0 +1,290 @@
+"""The verbs of memfit: profile, plan, apply, fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.capture.profile import profile_workload
+from memfit.errors import InfeasibleError, PlanFileError, UsageError
+from memfit.fitted import Fitted
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.ir.result import BaselineResult, Decisions, Measured, Predicted, Result
+from memfit.measure.cuda_allocator import prefer_expandable_segments
+from memfit.measure.memory import Peak
+from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.techniques import allowed_techniques
+from memfit.runtime.apply import Applied, check_plan
+from memfit.runtime.signature import batch_signature
+from memfit.units import format_bytes
+from memfit.verify.budget import BudgetCheck, check_budget
+from memfit.verify.numerics import check_numerics
+from memfit.verify.speed import Speed, compare_speed
+from memfit.workload import LossFn, Workload
+
+Progress = Callable[[str], None]
+MAX_ROUNDS = 3
+
+
+def profile(
+    workload: Workload,
+    *,
+    segments: Sequence[str] | None = None,
+    accumulate: int = 1,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure one step of the workload: memory, seconds, segments. Leaves it as it was."""
+    note = prefer_expandable_segments(workload.device)
+    measured = profile_workload(
+        workload, segments=segments, accumulate=accumulate, progress=progress
+    )
+    return measured if note is None else replace(measured, notes=(*measured.notes, note))
+
+
+def plan(
+    what: Workload | Profile,
+    budget: str | int | None = None,
+    *,
+    strategy: str = "optimal",
+    allow: str | Sequence[str] | None = None,
+    host_budget: str | int | None = None,
+    max_slowdown: float | None = None,
+    activation_reduction: float | None = None,
+    interval: int | None = None,
+    segments: Sequence[str] | None = None,
+) -> Plan:
+    """Find the fastest way to run the step within `budget` bytes.
+
+    `activation_reduction=0.40` asks for 40 % less activation memory instead of a budget.
+    InfeasibleError names the smallest possible budget and what stands in the way.
+    """
+    if budget is not None:
+        check_budget_text(budget)
+    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
+    measured = what if isinstance(what, Profile) else profile(what, segments=segments)
+    if budget is None and activation_reduction is None and strategy == "optimal":
+        budget = "auto"
+    resolved = None if budget is None else resolve_budget(budget, measured)
+    return make_plan(measured, replace(goal, budget_bytes=resolved))
+
+
+def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
+    """Execute a plan in the user's own loop: `with memfit.apply(plan, model): ...`.
+
+    Backward and the optimizer stay the user's; leaving the block restores the model.
+    """
+    check_plan(plan, model)
+    return Applied(plan, model)
+
+
+def fit(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    budget: str | int | None = "auto",
+    *,
+    name: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Fitted:
+    """Profile, plan, run and verify; return a step that holds the budget.
+
+    Options are those of `fit_workload`.
+    """
+    workload = Workload(model, loss_fn, optimizer, batch, name=name, scaler=scaler)
+    return fit_workload(workload, budget, **options)
+
+
+def fit_workload(
+    workload: Workload,
+    budget: str | int | None = "auto",
+    *,
+    plan: Plan | None = None,
+    steps: int = 10,
+    strategy: str = "optimal",
+    allow: str | Sequence[str] | None = None,
+    host_budget: str | int | None = None,
+    max_slowdown: float | None = None,
+    activation_reduction: float | None = None,
+    interval: int | None = None,
+    segments: Sequence[str] | None = None,
+    accumulate: int = 1,
+    progress: Progress | None = None,
+) -> Fitted:
+    """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
+
+    `steps` are timed. `accumulate` is how many batches each optimizer step will see. The model, the optimizer and the RNG are as before when it returns; only the
+    plan is at work.
+    """
+    say = progress or (lambda text: None)
+    if activation_reduction is not None and budget == "auto":
+        budget = None
+    if budget is not None:
+        check_budget_text(budget)
+    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
+    if plan is not None:
+        check_plan_for(plan, workload)
+    if accumulate < 1:
+        raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
+    measured = profile(workload, segments=segments, accumulate=accumulate, progress=progress)
+    if plan is None:
+        resolved = None if budget is None else resolve_budget(budget, measured)
+        goal = replace(goal, budget_bytes=resolved)
+    made, check, rounds, notes = _hold(workload, measured, goal, plan, say)
+    planned = Applied(made, workload.model)
+    say("comparing numbers")
+    numerics = check_numerics(workload, planned)
+    say("timing steps")
+    speed = compare_speed(
+        workload,
+        planned,
+        steps=steps,
+        accumulate=accumulate,
+        baseline=measured.baseline is not None,
+    )
+    result = _result(measured, made, check, numerics, speed, rounds, notes)
+
+    def replan(larger: Workload) -> Fitted:
+        return fit_workload(
+            larger,
+            made.budget_bytes,
+            steps=1,
+            strategy=goal.strategy,
+            max_slowdown=max_slowdown,
+            interval=interval,
+            segments=segments,
+            accumulate=accumulate,
+        )
+
+    return Fitted(workload, planned.install(), measured, result, replan, accumulate)
+
+
+def check_plan_for(plan: Plan, workload: Workload) -> None:
+    """Refuse a plan for another model, torch, batch or optimizer."""
+    check_plan(plan, workload.model)
+    for part, here in (
+        ("batch", batch_signature(workload.batch)),
+        ("optimizer", type(workload.optimizer).__name__),
+        ("device", workload.device.type),
+    ):
+        if plan.workload.get(part) != here:
+            raise PlanFileError(
+                f"the plan was made for the {part} {plan.workload.get(part)!r}, not {here!r}",
+                hint="make a plan for this workload: memfit plan TARGET --budget B -o plan.json",
+            )
+
+
+def _goal(
+    strategy: str,
+    allow: str | Sequence[str] | None,
+    host_budget: str | int | None,
+    max_slowdown: float | None,
+    activation_reduction: float | None,
+    interval: int | None,
+) -> Goal:
+    if host_budget is not None:
+        raise UsageError(
+            "host_budget is given, but no technique of this version uses host memory",
+            hint="leave it out",
+        )
+    if "recompute" not in allowed_techniques(allow):
+        strategy = "none"
+    return Goal(
+        strategy=strategy,
+        max_slowdown=max_slowdown,
+        activation_reduction=activation_reduction,
+        interval=interval,
+    )
+
+
+def _hold(
+    workload: Workload, measured: Profile, goal: Goal, given: Plan | None, say: Progress
+) -> tuple[Plan, BudgetCheck, int, list[str]]:
+    """Plan and run until the budget holds: each round leaves free what the last one missed."""
+    notes: list[str] = []
+    for number in range(1, MAX_ROUNDS + 1):
+        say(f"planning (round {number})")
+        made = given if given is not None else make_plan(measured, goal)
+        say(f"running under the budget (round {number})")
+        check = check_budget(
+            workload,
+            Applied(made, workload.model),
+            made.budget_bytes,
+            accumulate=measured.accumulate,
+        )
+        if check.holds:
+            return made, check, number, notes
+        assert made.budget_bytes is not None
+        ran = "out of memory" if check.peak is None else format_bytes(check.peak.reserved_bytes)
+        notes.append(
+            f"round {number}: {ran} under the budget of {format_bytes(made.budget_bytes)}, "
+            f"{format_bytes(check.over_bytes)} too much"
+        )
+        if given is not None:
+            break
+        goal = replace(goal, margin_bytes=goal.margin_bytes + check.over_bytes)
+    raise InfeasibleError(
+        f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
+        hint="give a budget a few percent larger",
+    )
+
+
+def _result(
+    measured: Profile,
+    made: Plan,
+    check: BudgetCheck,
+    numerics: Any,
+    speed: Speed,
+    rounds: int,
+    notes: list[str],
+) -> Result:
+    peak: Peak | None = check.peak
+    assert peak is not None
+    baseline = measured.baseline
+    peak_bytes = baseline_peak_bytes(measured)
+    return Result(
+        workload=measured.workload,
+        device=vars(measured.device),
+        budget_bytes=made.budget_bytes or measured.device.capacity_bytes,
+        baseline=BaselineResult(
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes if baseline is None else baseline.peak_reserved_bytes,
+            static_bytes=measured.graph.fixed_bytes,
+            step_s=measured.step_s if speed.plain is None else speed.plain.median_s,
+            measured=baseline is not None,
+        ),
+        predicted=Predicted(
+            made.predicted.peak_bytes,
+            made.predicted.step_s,
+            made.predicted.lower_bound_s,
+            made.predicted.gap,
+        ),
+        measured=Measured(
+            peak_bytes=peak.bytes,
+            peak_reserved_bytes=peak.reserved_bytes,
+            step_s=speed.planned.median_s,
+            step_s_spread=speed.planned.spread_s,
+            time_ratio=speed.ratio,
+            same_code_ratio=speed.same_code_ratio,
+            retries=peak.retries,
+        ),
+        decisions=Decisions(
+            kept_bytes=made.bytes_of("keep"),
+            recomputed_bytes=made.bytes_of("recompute"),
+            offloaded_bytes=0,
+            num_segments=len(made.segments),
+            techniques=made.techniques,
+        ),
+        numerics=numerics,
+        plan_s=made.plan_s,
+        verdict="fits",
+        minimum_feasible_bytes=made.minimum_feasible_bytes,
+        rounds=rounds,
+        notes=(*made.notes, *notes),
+    )

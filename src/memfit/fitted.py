@@ -1,0 +1,149 @@
+"""Fitted: a training step under its budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.ir.result import Result
+from memfit.measure.step import drop_gradients
+from memfit.runtime.apply import Applied
+from memfit.runtime.signature import batch_signature, is_no_larger
+from memfit.workload import Workload
+
+log = logging.getLogger(__name__)
+Replan = Callable[[Workload], "Fitted"]
+
+
+class Fitted:
+    """A planned step that was run and verified. `step(batch)` trains; `undo()` takes it off."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        applied: Applied,
+        profile: Profile,
+        result: Result,
+        replan: Replan,
+        accumulate: int = 1,
+    ) -> None:
+        self.workload = workload
+        self.profile = profile
+        self.result = result
+        self._applied = applied
+        self._replan = replan
+        self._accumulate = accumulate
+        self._planned = [(workload.batch, applied)]
+        self._waiting = 0  # batches since the optimizer last stepped
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at work."""
+        return self._applied.plan
+
+    def step(
+        self,
+        batch: Any,
+        *,
+        clip_norm: float | None = None,
+        accumulate: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: Any = None,
+    ) -> torch.Tensor:
+        """Train on one batch and return its loss, detached.
+
+        `clip_norm` clips the gradients' global norm. With `accumulate=n` the optimizer steps at
+        every n-th call, on the mean over the n batches; `flush()` steps for a last, shorter group.
+        `scheduler.step()` is called after each optimizer step.
+        """
+        accumulate = self._accumulate if accumulate is None else accumulate
+        if accumulate < 1 or (accumulate > 1 and self._accumulate == 1):
+            raise UsageError(
+                f"accumulate is {accumulate}, but the step was fitted for {self._accumulate}",
+                hint="gradients that wait need room in the plan: fit(..., accumulate=n)",
+            )
+        self._prepare(batch)
+        scaler = scaler or self.workload.scaler
+        loss = self.workload.compute_loss(batch)
+        scaled = loss / accumulate if accumulate > 1 else loss
+        (scaler.scale(scaled) if scaler is not None else scaled).backward()
+        self._waiting += 1
+        if self._waiting >= accumulate:
+            self._optimize(clip_norm, scaler, scheduler)
+        return loss.detach()
+
+    def flush(
+        self,
+        *,
+        clip_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: Any = None,
+    ) -> None:
+        """Step the optimizer for batches that are still waiting for one, if any."""
+        if self._waiting:
+            self._optimize(clip_norm, scaler or self.workload.scaler, scheduler)
+
+    def undo(self) -> None:
+        """Restore the model as it was before the fit; training it plainly goes on from here."""
+        self._applied.undo()
+
+    def __enter__(self) -> Fitted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def _optimize(
+        self, clip_norm: float | None, scaler: torch.amp.GradScaler | None, scheduler: Any
+    ) -> None:
+        optimizer = self.workload.optimizer
+        if clip_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.workload.model.parameters(), clip_norm)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        drop_gradients(self.workload)
+        if scheduler is not None:
+            scheduler.step()
+        self._waiting = 0
+
+    def _prepare(self, batch: Any) -> None:
+        """Make sure a plan for this batch's shape is at work."""
+        for tensor in self.workload.batch_tensors(batch):
+            if tensor.device != self.workload.device:
+                raise UsageError(
+                    f"the batch has a tensor on {tensor.device}, "
+                    f"the model is on {self.workload.device}",
+                    hint=f"move the batch with tensor.to({str(self.workload.device)!r})",
+                )
+        if is_no_larger(batch, self.workload.batch):
+            return
+        for planned_batch, applied in self._planned:
+            if is_no_larger(batch, planned_batch):
+                self._switch(planned_batch, applied)
+                return
+        log.warning(
+            "the batch %s is larger than the planned one: planning again", batch_signature(batch)
+        )
+        self._applied.undo()
+        again = self._replan(replace(self.workload, batch=batch))
+        self.profile, self.result = again.profile, again.result
+        self._applied = again._applied
+        self.workload.batch = batch
+        self._planned.append((batch, again._applied))
+
+    def _switch(self, batch: Any, applied: Applied) -> None:
+        self._applied.undo()
+        self._applied = applied.install()
+        self.workload.batch = batch

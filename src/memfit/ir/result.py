@@ -1,0 +1,102 @@
+"""Result: what a fit promised, what was measured, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memfit.ir.codec import to_data
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How the planned step's numbers compare with the unplanned step's."""
+
+    bitwise_vs_unplanned: bool
+    loss_max_abs_diff: float
+    grad_max_rel_diff: float
+    error_vs_reference: dict[str, float] | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class BaselineResult:
+    """The unplanned step; `measured` is False when it did not fit and was simulated."""
+
+    peak_bytes: int
+    peak_reserved_bytes: int
+    static_bytes: int
+    step_s: float
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the plan said."""
+
+    peak_bytes: int
+    step_s: float
+    lower_bound_s: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the machine did. `same_code_ratio` times the plain step against itself (A/A)."""
+
+    peak_bytes: int
+    peak_reserved_bytes: int
+    step_s: float
+    step_s_spread: float
+    time_ratio: float | None = None
+    same_code_ratio: float | None = None
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Saved bytes by decision."""
+
+    kept_bytes: int
+    recomputed_bytes: int
+    offloaded_bytes: int
+    num_segments: int
+    techniques: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One fit, from budget to verdict."""
+
+    workload: dict[str, str]
+    device: dict[str, Any]
+    budget_bytes: int
+    baseline: BaselineResult
+    predicted: Predicted
+    measured: Measured
+    decisions: Decisions
+    numerics: Numerics
+    plan_s: float
+    verdict: str
+    minimum_feasible_bytes: int
+    references: dict[str, Any] | None = None
+    rounds: int = 1
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `memfit fit --json` prints."""
+        data: dict[str, Any] = to_data(self)
+        return {"schema_version": data.pop("schema_version"), **data}
+
+    @property
+    def peak_error(self) -> float:
+        """Predicted over measured peak, less one."""
+        return self.predicted.peak_bytes / self.measured.peak_bytes - 1
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured step time, less one."""
+        return self.predicted.step_s / self.measured.step_s - 1

@@ -1,0 +1,72 @@
+"""What a budget means in bytes: "16GiB", an int, "60%" of the baseline peak, or "auto"."""
+
+from __future__ import annotations
+
+from memfit.errors import UsageError
+from memfit.ir.profile import Profile
+from memfit.planning.simulate import Simulator
+from memfit.units import format_bytes, parse_bytes
+
+AUTO_SHARE = 0.97  # of the free device memory: "auto" leaves 3 % to everyone else
+
+
+def resolve_budget(budget: str | int, profile: Profile) -> int:
+    """Return the budget in bytes, checked against the device."""
+    if isinstance(budget, str) and budget.strip().lower() == "auto":
+        return int(AUTO_SHARE * profile.device.free_bytes)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        return round(_share(budget) * baseline_peak_bytes(profile))
+    size = parse_bytes(budget)
+    check_bytes(size)
+    capacity = profile.device.capacity_bytes
+    if size > capacity:
+        raise UsageError(
+            f"the budget of {format_bytes(size)} is more than the {format_bytes(capacity)} that "
+            f"{profile.device.name} has",
+            hint='budget "auto" takes what is free',
+        )
+    return size
+
+
+def baseline_peak_bytes(profile: Profile) -> int:
+    """The unplanned step's peak: measured, or simulated when it does not fit."""
+    if profile.baseline is not None:
+        return profile.baseline.peak_bytes
+    return Simulator(profile).peak_bytes([])
+
+
+def check_budget_text(budget: str | int) -> None:
+    """Raise UsageError for a budget that can mean nothing, before anything is measured."""
+    if isinstance(budget, str):
+        text = budget.strip()
+        if text.lower() == "auto":
+            return
+        if text.endswith("%"):
+            _share(text)
+            return
+    check_bytes(parse_bytes(budget))
+
+
+def check_bytes(size: int) -> None:
+    """Refuse zero and negative sizes."""
+    if size <= 0:
+        raise UsageError(
+            f"a budget of {size} bytes is not a budget",
+            hint='give the bytes the whole step may use, for example "12GiB" or "60%"',
+        )
+
+
+def _share(budget: str) -> float:
+    text = budget.strip().removesuffix("%").strip()
+    try:
+        share = float(text) / 100
+    except ValueError:
+        raise UsageError(
+            f"{budget!r} is not a share", hint='"60%" is 60 % of the unplanned step\'s peak'
+        ) from None
+    if not 0 < share < float("inf"):
+        raise UsageError(
+            f"a budget of {budget!r} is not a budget",
+            hint='"60%" is 60 % of the unplanned step\'s peak',
+        )
+    return share

@@ -1,0 +1,83 @@
+"""Put a plan to work on a model, and take it off again."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+
+from memfit.errors import PlanFileError
+from memfit.ir.plan import Plan
+from memfit.runtime.calls import Router
+from memfit.runtime.inplace import inplace_off
+from memfit.runtime.recompute import Recompute
+from memfit.runtime.signature import model_signature
+from memfit.workload import unwrap
+
+
+class Applied:
+    """A plan at work. A context manager: leaving it restores the model."""
+
+    def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
+        self.plan = plan
+        self.model = model
+        self._stack: ExitStack | None = None
+        self.router: Router | None = None
+
+    def install(self) -> Applied:
+        """Start executing the plan."""
+        assert self._stack is None, "the plan is at work already"
+        modules = dict(unwrap(self.model).named_modules())
+        missing = [s.module for s in self.plan.segments if s.module not in modules]
+        if missing:
+            raise PlanFileError(
+                f"the model has no module {missing[0]!r}, which the plan names",
+                hint="the plan was made for another model: make a new one with memfit.plan",
+            )
+        segments = self.plan.segments
+        engine = Recompute(
+            self.plan.runs,
+            {i: modules[s.module] for i, s in enumerate(segments)},
+            {i: s.mutated_buffers for i, s in enumerate(segments) if s.mutated_buffers},
+        )
+        with ExitStack() as stack:
+            stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
+            self.router = Router(self.model, self.plan.route, engine)
+            stack.callback(self.router.uninstall)
+            self.router.install()
+            self._stack = stack.pop_all()
+        return self
+
+    def undo(self) -> None:
+        """Restore the model; harmless when done twice."""
+        if self._stack is not None:
+            stack, self._stack, self.router = self._stack, None, None
+            stack.close()
+
+    def __enter__(self) -> Applied:
+        return self if self._stack is not None else self.install()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def check_plan(plan: Plan, model: torch.nn.Module) -> None:
+    """Refuse a plan that was made for another model or another torch."""
+    if plan.fingerprint != model_signature(model):
+        here = f"{type(unwrap(model)).__name__}"
+        raise PlanFileError(
+            f"the plan was made for {plan.workload.get('model', 'another model')}, "
+            f"not for this {here}: modules or parameter shapes differ",
+            hint="make a plan for this model: memfit plan TARGET --budget B -o plan.json",
+        )
+    if plan.torch.split("+")[0] != torch.__version__.split("+")[0]:
+        raise PlanFileError(
+            f"the plan was made with torch {plan.torch}, this is torch {torch.__version__}",
+            hint="other versions use memory differently: make the plan again",
+        )

@@ -1,0 +1,129 @@
+"""Are the planned step's numbers those of the unplanned one?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from memfit.ir.result import Numerics
+from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, untouched
+from memfit.runtime.apply import Applied
+from memfit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one forward and backward gave, in host memory."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def check_numerics(workload: Workload, planned: Applied) -> Numerics:
+    """Compare loss, gradients and buffers of the planned and the unplanned step, bit for bit.
+
+    Both run from the same state with deterministic algorithms. When the unplanned step does not
+    fit on the device, its saved tensors lie in host memory: the arithmetic is the same.
+    """
+    note = None
+    with deterministic():
+        try:
+            unplanned = _numbers(workload, None)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            note = "the unplanned step does not fit: its activations were kept in host memory"
+            unplanned = _numbers(workload, None, on_host=True)
+        result = compare(unplanned, _numbers(workload, planned))
+        if not result.bitwise_vs_unplanned and note is None:
+            # Is it the plan, or is the model itself not repeatable?
+            again = compare(unplanned, _numbers(workload, None))
+            if not again.bitwise_vs_unplanned:
+                note = (
+                    "the unplanned step does not repeat itself either: two runs differ by "
+                    f"{again.grad_max_rel_diff:.2g} in gradients"
+                )
+    return Numerics(
+        result.bitwise_vs_unplanned, result.loss_max_abs_diff, result.grad_max_rel_diff, note=note
+    )
+
+
+def compare(expected: Numbers, actual: Numbers) -> Numerics:
+    """The differences between two runs; NaN counts as equal to NaN."""
+    same = _same(expected.loss, actual.loss)
+    worst = 0.0
+    for one, other in (
+        (expected.gradients, actual.gradients),
+        (expected.buffers, actual.buffers),
+    ):
+        same = same and one.keys() == other.keys()
+        for name in one.keys() & other.keys():
+            if not _same(one[name], other[name]):
+                same = False
+                worst = max(worst, _relative(one[name], other[name]))
+    difference = (expected.loss.double() - actual.loss.double()).abs().max().item()
+    return Numerics(same, 0.0 if same else difference, worst)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Ask torch for deterministic algorithms where it has them."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.utils.deterministic.fill_uninitialized_memory = before[2]
+
+
+def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = False) -> Numbers:
+    with untouched(workload), ExitStack() as stack:
+        if planned is not None:
+            stack.enter_context(planned)
+        if on_host:
+            stack.enter_context(torch.autograd.graph.save_on_cpu())
+        try:
+            loss = workload.compute_loss()
+            run_backward(workload, loss)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                drop_gradients(workload)
+            raise
+        model = workload.model
+        return Numbers(
+            loss.detach().cpu(),
+            {n: _host(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+            {n: _host(b) for n, b in model.named_buffers()},
+        )
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to("cpu", copy=True)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    scale = one.double().abs().max().item() or 1.0
+    return (one.double() - other.double()).abs().max().item() / scale

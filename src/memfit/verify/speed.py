@@ -1,0 +1,56 @@
+"""How much time does the plan cost? Planned and plain steps in turn, and plain against itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.measure.step import run_step, untouched
+from memfit.measure.timing import Timing, time_interleaved
+from memfit.runtime.apply import Applied
+from memfit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of the planned step and, where it fits, of the plain one, taken in one run."""
+
+    planned: Timing
+    plain: Timing | None = None
+    plain_again: Timing | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Planned over plain."""
+        return None if self.plain is None else self.planned.median_s / self.plain.median_s
+
+    @property
+    def same_code_ratio(self) -> float | None:
+        """Plain over plain: what the clock makes of no difference at all."""
+        if self.plain is None or self.plain_again is None:
+            return None
+        return self.plain_again.median_s / self.plain.median_s
+
+
+def compare_speed(
+    workload: Workload,
+    planned: Applied,
+    *,
+    steps: int,
+    accumulate: int = 1,
+    baseline: bool = True,
+) -> Speed:
+    """Time `steps` steps of each kind, interleaved, after three to warm up."""
+
+    def plain() -> None:
+        run_step(workload, accumulate=accumulate)
+
+    def with_plan() -> None:
+        with planned:
+            run_step(workload, accumulate=accumulate)
+
+    works = {"planned": with_plan}
+    if baseline:
+        works = {"plain": plain, "planned": with_plan, "plain again": plain}
+    with untouched(workload):
+        times = time_interleaved(works, workload.device, rounds=steps, warmup=3, limit_s=20)
+    return Speed(times["planned"], times.get("plain"), times.get("plain again"))
