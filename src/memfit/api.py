@@ -119,8 +119,8 @@ def fit_workload(
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
 
-    `steps` are timed. `accumulate` is how many batches each optimizer step will see. The model, the optimizer and the RNG are as before when it returns; only the
-    plan is at work.
+    `steps` are timed. `accumulate` is how many batches each optimizer step will see. The model,
+    the optimizer and the RNG are as before when it returns; only the plan is at work.
     """
     say = progress or (lambda text: None)
     if activation_reduction is not None and budget == "auto":
@@ -231,6 +231,8 @@ def _hold(
         goal = replace(goal, margin_bytes=goal.margin_bytes + check.over_bytes)
     raise InfeasibleError(
         f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
+        budget_bytes=made.budget_bytes,
+        minimum_bytes=made.minimum_feasible_bytes,
         hint="give a budget a few percent larger",
     )
 
@@ -261,6 +263,7 @@ def _result(
         ),
         predicted=Predicted(
             made.predicted.peak_bytes,
+            made.predicted.reserved_bytes,
             made.predicted.step_s,
             made.predicted.lower_bound_s,
             made.predicted.gap,

@@ -31,9 +31,15 @@ class InfeasibleError(MemfitError):
     exit_code = 1
 
     def __init__(
-        self, message: str, *, minimum_bytes: int | None = None, hint: str | None = None
+        self,
+        message: str,
+        *,
+        budget_bytes: int | None = None,
+        minimum_bytes: int | None = None,
+        hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
+        self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
 
 

@@ -13,6 +13,7 @@ from memfit.errors import UsageError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import Result
+from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.step import drop_gradients
 from memfit.runtime.apply import Applied
 from memfit.runtime.signature import batch_signature, is_no_larger
@@ -104,6 +105,7 @@ class Fitted:
         self, clip_norm: float | None, scaler: torch.amp.GradScaler | None, scheduler: Any
     ) -> None:
         optimizer = self.workload.optimizer
+        fresh = not optimizer.state
         if clip_norm is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -114,6 +116,8 @@ class Fitted:
             scaler.step(optimizer)
             scaler.update()
         drop_gradients(self.workload)
+        if fresh:
+            settle_optimizer_state(optimizer, self.workload.device)
         if scheduler is not None:
             scheduler.step()
         self._waiting = 0

@@ -34,7 +34,8 @@ class _ForwardRun:
     drafts: list[_Draft] = field(default_factory=list)
     regions: dict[int, list[int]] = field(default_factory=dict)  # region -> blocks made there
     packs: dict[tuple[int, int], int] = field(default_factory=dict)  # (call, block) -> last pack
-    args: dict[int, list[int]] = field(default_factory=dict)
+    last_pack: dict[int, int] = field(default_factory=dict)  # of anything, the batch included
+    args: dict[int, list[int | None]] = field(default_factory=dict)  # None: not of this step
     enter: dict[int, int] = field(default_factory=dict)
     exit: dict[int, int] = field(default_factory=dict)
     end: int = 0
@@ -92,10 +93,12 @@ def _read_forward(events: Sequence[Event]) -> _ForwardRun:
             elif word == "exit":
                 region = _gap(len(run.enter))
                 run.exit[numbers[0]] = position
-            elif word == "pack" and numbers[1] in live:
-                run.packs[numbers[0], live[numbers[1]]] = position
-            elif word == "arg" and numbers[1] in live:
-                run.args.setdefault(numbers[0], []).append(live[numbers[1]])
+            elif word == "pack":
+                run.last_pack[numbers[0]] = position
+                if numbers[1] in live:
+                    run.packs[numbers[0], live[numbers[1]]] = position
+            elif word == "arg":
+                run.args.setdefault(numbers[0], []).append(live.get(numbers[1]))
             elif word == "forward_end":
                 run.end = position
                 break
@@ -294,9 +297,6 @@ def _calls(
     segments: Sequence[Segment],
     blocks: tuple[Block, ...],
 ) -> tuple[Call, ...]:
-    last_pack: dict[int, int] = {}
-    for (call, _), position in forward.packs.items():
-        last_pack[call] = max(position, last_pack.get(call, -1))
     usual_state = max(step.state_bytes.values(), default=0)
     calls: list[Call] = []
     first_alike: dict[tuple[object, ...], int] = {}
@@ -305,11 +305,10 @@ def _calls(
         made = [blocks[b] for b in forward.regions.get(index, [])]
         # Alike: the same class asks for the same memory with the same operators.
         look = (visit.kind, *((b.bytes, b.origin) for b in made))
-        args = tuple(dict.fromkeys(forward.args.get(index, ())))
-        linked = set()
-        if segment.linked and index:
-            produced = {b for b in args if blocks[b].call >= 0}
-            linked = {b for b in args if b in produced and _is_output(blocks[b], calls[-1])}
+        passed = list(zip(visit.inputs, forward.args.get(index, ()), strict=True))
+        args = tuple(dict.fromkeys(block for _, block in passed if block is not None))
+        # A tensor from further back, or a view, is kept for the replay and not made by it.
+        kept = {block for serial, block in passed if serial not in segment.linked}
         calls.append(
             Call(
                 index=index,
@@ -319,12 +318,12 @@ def _calls(
                 kind=visit.kind,
                 leaf=visit.leaf,
                 enter=forward.enter[index],
-                stop=last_pack.get(index, -1),
+                stop=forward.last_pack.get(index, -1),
                 exit=forward.exit[index],
                 need=step.need.get(index, -1),
                 done=step.done.get(index, -1),
                 args=args,
-                linked=tuple(sorted(linked)),
+                linked=tuple(sorted(set(args) - kept)),
                 chained=bool(segment.linked),
                 alike=first_alike.setdefault(look, index),
                 pinned=segment.pinned,
@@ -333,11 +332,6 @@ def _calls(
             )
         )
     return tuple(calls)
-
-
-def _is_output(block: Block, before: Call) -> bool:
-    """Whether a replay of the call before makes the block, or has it as an argument already."""
-    return block.call == before.index or block.id in before.linked
 
 
 def _gap(entered: int) -> int:

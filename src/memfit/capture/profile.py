@@ -24,6 +24,7 @@ from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, CallTime, Profile
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
+from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak, measure_peak, static_bytes
 from memfit.measure.step import explained_errors, is_out_of_memory, run_step, untouched
@@ -54,6 +55,8 @@ def profile_workload(
         with inplace_off(workload.model, inplace):
             say("warming up")
             _warm_up(workload, found)
+            settle_optimizer_state(workload.optimizer, workload.device)
+            allocator = allocator_start(workload.device)
             static = static_bytes(workload)
             say("recording memory")
             graph = build_step_graph(
@@ -77,6 +80,7 @@ def profile_workload(
         call_times=call_times,
         step_s=step_s,
         baseline=None if peak is None else Baseline(peak.bytes, peak.reserved_bytes, step_s),
+        allocator=allocator,
         inplace_off=inplace,
         accumulate=accumulate,
         notes=tuple(notes),

@@ -35,6 +35,7 @@ class Prediction:
     """What the simulator expects of the planned step."""
 
     peak_bytes: int
+    reserved_bytes: int
     step_s: float
     lower_bound_s: float
     gap: float

@@ -40,6 +40,15 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class AllocatorStart:
+    """What the CUDA allocator holds before a step, and its free blocks among static tensors."""
+
+    reserved_bytes: int
+    small_holes: tuple[int, ...]
+    large_holes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Profile:
     """One step, measured: its graph, its seconds, its device, and how the plain step did.
 
@@ -54,6 +63,7 @@ class Profile:
     call_times: tuple[CallTime, ...]
     step_s: float
     baseline: Baseline | None = None  # None: it does not fit on the device
+    allocator: AllocatorStart | None = None  # None: reserved bytes cannot be predicted
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
     accumulate: int = 1  # micro-batches per optimizer step
     notes: tuple[str, ...] = ()

@@ -37,6 +37,7 @@ class Predicted:
     """What the plan said."""
 
     peak_bytes: int
+    peak_reserved_bytes: int
     step_s: float
     lower_bound_s: float
     gap: float

@@ -33,7 +33,7 @@ class CallClock:
     def read(self) -> dict[str, dict[int, float]]:
         """Seconds per call of "forward", "backward" and "replay"."""
         seconds = self.clock.seconds
-        starts = {}
+        starts: dict[int, Any] = {}
         for index, moment in self.backward:
             starts.setdefault(index, moment)
         order = list(starts.items())

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit.ir.profile import AllocatorStart
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -24,3 +28,48 @@ def prefer_expandable_segments(device: torch.device) -> str | None:
         warnings.simplefilter("ignore")  # 2.11 calls the setter private, 2.13 renames it
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     return "CUDA allocator set to expandable_segments:True, which keeps reserved memory low"
+
+
+def allocator_start(device: torch.device) -> AllocatorStart | None:
+    """What the allocator holds now, caches emptied; None if it does not use one growing segment."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    holes: dict[str, list[int]] = {"small": [], "large": []}
+    expandable = False
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] == device.index:
+            expandable |= bool(segment.get("is_expandable"))
+            free = [b["size"] for b in segment["blocks"] if b["state"] == "inactive"]
+            holes[segment["segment_type"]] += free
+    if not expandable:
+        return None
+    return AllocatorStart(
+        torch.cuda.memory_reserved(device),
+        tuple(sorted(holes["small"])),
+        tuple(sorted(holes["large"])),
+    )
+
+
+def settle_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Lay the optimizer's state out compactly in device memory, values unchanged.
+
+    Optimizers make their state in their first step, in the gaps that step left; there it would
+    split the memory of every later step into pieces.
+    """
+    if device.type != "cuda":
+        return
+    tensors = [
+        leaf
+        for state in optimizer.state.values()
+        for leaf in tree_leaves(state)
+        if isinstance(leaf, torch.Tensor) and leaf.device == device
+    ]
+    on_host: list[Any] = []
+    for tensor in tensors:
+        on_host.append(tensor.data.cpu())
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+    torch.cuda.empty_cache()
+    for tensor, host in zip(tensors, on_host, strict=True):
+        tensor.data = host.to(device)

@@ -10,9 +10,19 @@ from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import KEEP, RECOMPUTE, Plan, Prediction, SegmentPlan
 from memfit.ir.profile import Profile
 from memfit.planning import optimal
+from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Run, Simulator
-from memfit.planning.strategies import STRATEGIES, Choice, Request, saved_bytes
+from memfit.planning.strategies import (
+    STRATEGIES,
+    Choice,
+    Request,
+    choose_all,
+    choose_interval,
+    saved_bytes,
+)
 from memfit.units import format_bytes, format_seconds
+
+MAX_TIGHTENINGS = 10
 
 
 @dataclass(frozen=True)
@@ -57,19 +67,21 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
     if goal.max_slowdown is not None:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
-    strategy = STRATEGIES[goal.strategy]
-    choice = strategy(simulator, Request(target, limit_s, goal.interval, goal.time_limit_s))
-    minimum = optimal.smallest(simulator).runs
-    minimum_bytes = simulator.peak_bytes(minimum) + goal.margin_bytes
-    if choice is None or (target is not None and simulator.peak_bytes(choice.runs) > target):
+    choice = _choose(simulator, goal, target, limit_s)
+    minimum = _smallest(simulator)
+    minimum_bytes = held_bytes(simulator, minimum) + goal.margin_bytes
+    if choice is None or (target is not None and held_bytes(simulator, choice.runs) > target):
         assert budget is not None
-        raise _refusal(simulator, goal, budget, choice, minimum, minimum_bytes)
+        if choice is not None or goal.strategy != "optimal" or minimum_bytes > budget:
+            raise _refusal(simulator, goal, budget, choice, minimum, minimum_bytes)
+        choice = Choice(minimum, note="only the smallest plan holds this budget")
     extra_s = simulator.step_seconds(choice.runs) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
         raise InfeasibleError(
             f"{_what(goal, budget)} costs {slowdown:.3f}x the plain step's time, more than the "
             f"allowed {goal.max_slowdown:.3f}x",
+            budget_bytes=budget,
             minimum_bytes=minimum_bytes,
             hint=f"allow --max-slowdown {slowdown:.2f}, or ask for less memory saved",
         )
@@ -77,10 +89,49 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
 
 
 def minimum_feasible(profile: Profile) -> tuple[int, tuple[Run, ...]]:
-    """The lowest peak that any plan reaches, and its runs."""
+    """The smallest budget that any plan holds, and its runs."""
     simulator = Simulator(profile)
-    runs = optimal.smallest(simulator).runs
-    return simulator.peak_bytes(runs), runs
+    runs = _smallest(simulator)
+    return held_bytes(simulator, runs), runs
+
+
+def held_bytes(simulator: Simulator, runs: Sequence[Run]) -> int:
+    """What a budget must cover: the allocator's bytes where they are predicted, else live ones."""
+    return max(reserved_bytes(simulator, runs) or 0, simulator.peak_bytes(runs))
+
+
+def _choose(
+    simulator: Simulator, goal: Goal, target: int | None, limit_s: float
+) -> Choice | None:
+    """Ask the strategy; ask again for less when the allocator would hold more than the target."""
+    strategy = STRATEGIES[goal.strategy]
+    asked = target
+    choice: Choice | None = None
+    for _ in range(MAX_TIGHTENINGS):
+        found = strategy(simulator, Request(asked, limit_s, goal.interval, goal.time_limit_s))
+        if found is None or target is None or asked is None:
+            return found or choice
+        choice = found
+        over = held_bytes(simulator, found.runs) - target
+        if over <= 0 or simulator.peak_bytes(found.runs) > asked:
+            return found
+        asked = min(asked, simulator.peak_bytes(found.runs)) - max(over // 2, target // 200)
+    return choice
+
+
+def _smallest(simulator: Simulator) -> tuple[Run, ...]:
+    """The runs that need the smallest budget, among those with the lowest peaks."""
+    lowest = optimal.smallest(simulator).runs
+    candidates = [lowest]
+    if simulator.profile.allocator is not None:
+        peak = simulator.peak_bytes(lowest)
+        for share in (1.02, 1.05, 1.1):
+            solution = optimal.fastest(simulator, int(peak * share))
+            if solution is not None:
+                candidates.append(solution.runs)
+        free = Request(None, float("inf"))
+        candidates += [choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
+    return min(candidates, key=lambda runs: held_bytes(simulator, runs))
 
 
 def blocking_tensors(simulator: Simulator, runs: Sequence[Run], most: int = 5) -> list[str]:
@@ -131,6 +182,7 @@ def _refusal(
         return InfeasibleError(
             f"strategy {goal.strategy!r} does not meet the budget of {format_bytes(budget)}: "
             f"it reaches {reached}",
+            budget_bytes=budget,
             minimum_bytes=minimum_bytes,
             hint=f"strategy 'optimal' goes down to {format_bytes(minimum_bytes)}",
         )
@@ -141,6 +193,7 @@ def _refusal(
         f"{format_bytes(minimum_bytes)} ({minimum_bytes} bytes), of which {format_bytes(fixed)} "
         f"are parameters, gradients, optimizer state, buffers and batch. "
         f"At its peak ({simulator.timeline(minimum).peak.where}): {blocking}",
+        budget_bytes=budget,
         minimum_bytes=minimum_bytes,
         hint=f"try --budget {round(minimum_bytes * 1.02)}, a smaller batch, or bf16",
     )
@@ -167,6 +220,7 @@ def _plan(
         segments=_segments(simulator, choice.runs),
         predicted=Prediction(
             peak_bytes=peak.total,
+            reserved_bytes=held_bytes(simulator, choice.runs),
             step_s=step_s,
             lower_bound_s=min(bound_s, step_s),
             gap=max(0.0, 1 - bound_s / step_s) if step_s > 0 else 0.0,

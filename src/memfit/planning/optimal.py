@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -41,14 +42,20 @@ def longest_run(simulator: Simulator) -> int:
 
 def fastest(simulator: Simulator, budget: int, *, time_limit_s: float = 10.0) -> Solution | None:
     """The least recompute that keeps the step within `budget`; None when nothing does."""
-    return _Program(simulator).solve(budget, time_limit_s)
+    return _program(simulator).solve(budget, time_limit_s)
 
 
 def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
     """The plan with the lowest peak; among those, one that recomputes little."""
-    solution = _Program(simulator).solve(None, time_limit_s)
+    solution = _program(simulator).solve(None, time_limit_s)
     assert solution is not None, "without a budget every plan is feasible"
     return solution
+
+
+@lru_cache(maxsize=2)
+def _program(simulator: Simulator) -> _Program:
+    """One program per step: rows found for one budget hold for the next."""
+    return _Program(simulator)
 
 
 class _Program:
@@ -64,11 +71,11 @@ class _Program:
         self.holders: dict[Holders, int] = {}
         self.memory: list[Row] = []
         self._positions: set[int] = set()
+        self._seed_rows()
 
     def solve(self, budget: int | None, time_limit_s: float) -> Solution | None:
         """Solve, simulate, add the rows that were broken, until none is."""
         deadline = time.monotonic() + time_limit_s
-        self._seed_rows()
         best: tuple[Run, ...] | None = None
         bound_s = 0.0
         for _ in range(MAX_ROUNDS):
@@ -169,29 +176,29 @@ class _Program:
         entries: list[tuple[int, int, float]] = []
         upper: list[float] = []
         for row in self.memory:
-            at = len(upper)
+            line = len(upper)
             for run in np.flatnonzero(row.coefficients):
-                entries.append((at, int(run), float(row.coefficients[run]) / self.scale))
+                entries.append((line, int(run), float(row.coefficients[run]) / self.scale))
             for holders, size in row.shared.items():
-                entries.append((at, offset + self.holders[holders], size / self.scale))
-            entries.append((at, peak, -1.0))
+                entries.append((line, offset + self.holders[holders], size / self.scale))
+            entries.append((line, peak, -1.0))
             upper.append(-row.constant / self.scale)
         for holders, number in self.holders.items():
             for clique in holders:
-                at = len(upper)
-                entries.append((at, offset + number, -1.0))
+                line = len(upper)
+                entries.append((line, offset + number, -1.0))
                 if clique.kept:  # held >= 1 - (runs with the call that do not hold the block)
-                    for run in self.rows.containing[clique.call]:
-                        if run not in clique.runs:
-                            entries.append((at, run, -1.0))
+                    others = set(self.rows.containing[clique.call]) - clique.runs
+                    entries.extend((line, other, -1.0) for other in sorted(others))
                     upper.append(-1.0)
                 else:  # held >= the sum of the runs that hold it
-                    entries.extend((at, run, 1.0) for run in clique.runs)
+                    entries.extend((line, holder, 1.0) for holder in sorted(clique.runs))
                     upper.append(0.0)
         for containing in self.rows.containing:
             if containing:
-                entries.extend((len(upper), run, 1.0) for run in containing)
+                entries.extend((len(upper), member, 1.0) for member in containing)
                 upper.append(1.0)
-        at, column, value = zip(*entries, strict=True) if entries else ((), (), ())
-        matrix = csr_array((value, (at, column)), shape=(len(upper), columns))
+        table = np.array(entries, dtype=float).reshape(-1, 3)
+        places = (table[:, 0].astype(int), table[:, 1].astype(int))
+        matrix = csr_array((table[:, 2], places), shape=(len(upper), columns))
         return matrix, np.array(upper)

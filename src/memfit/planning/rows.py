@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -53,6 +54,7 @@ class MemoryRows:
             holders = {h.call for h in block.holds}
             self._shared[block.id] = block.id in arguments or bool(holders - {block.call})
         self._collect()
+        self.at = lru_cache(maxsize=None)(self._at)
 
     def _collect(self) -> None:
         """Lay out who may hold what, and when, in arrays."""
@@ -77,7 +79,7 @@ class MemoryRows:
         needs = [sim.replay(run) for run in self.runs]
         self._need = np.array([graph.length if r is None else r.need for r in needs])
 
-    def at(self, position: int) -> Row:
+    def _at(self, position: int) -> Row:
         """The row of one position of the step."""
         sim, graph = self.simulator, self.simulator.graph
         born = sim.birth <= position

@@ -112,7 +112,7 @@ class Simulator:
 
     def live_blocks(self, runs: Sequence[Run], position: int) -> list[int]:
         """Blocks alive at a position, originals and replayed ones, largest first."""
-        death = self._deaths(runs)
+        death = self.deaths(runs)
         alive = set(np.flatnonzero((self.birth <= position) & (position < death)).tolist())
         for run in runs:
             replay = self.replay(run)
@@ -151,7 +151,7 @@ class Simulator:
 
     def _curves(self, runs: Sequence[Run]) -> Ints:
         change = np.zeros((len(BLOCK_CATEGORIES), self.graph.length + 1), dtype=np.int64)
-        death = np.minimum(self._deaths(runs), self.graph.length)
+        death = np.minimum(self.deaths(runs), self.graph.length)
         np.add.at(change, (self._category, self.birth), self.bytes)
         np.add.at(change, (self._category, death), -self.bytes)
         for run in runs:
@@ -163,7 +163,8 @@ class Simulator:
                 np.add.at(change[_ACTIVATIONS], replay.releases, -self.bytes[replay.blocks])
         return np.cumsum(change, axis=1)[:, :-1]
 
-    def _deaths(self, runs: Sequence[Run]) -> Ints:
+    def deaths(self, runs: Sequence[Run]) -> Ints:
+        """Where each original block dies under `runs`."""
         recomputed = np.zeros(len(self.graph.calls), dtype=bool)
         for first, last in runs:
             recomputed[first : last + 1] = True

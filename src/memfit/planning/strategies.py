@@ -76,8 +76,7 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
 def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     """The least recompute that meets the budget, with a proven bound."""
     if request.budget is None:
-        solution = optimal.smallest(simulator, time_limit_s=request.time_limit_s)
-        return Choice(solution.runs)
+        return Choice(optimal.smallest(simulator, time_limit_s=request.time_limit_s).runs)
     seeds = _feasible_seeds(simulator, request)
     best = min(seeds, key=simulator.step_seconds, default=None)
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
 from memfit.measure.step import run_step, untouched
 from memfit.runtime.apply import Applied
@@ -66,6 +67,7 @@ def check_budget(
 def _measure(workload: Workload, steps: int, accumulate: int) -> Peak:
     for _ in range(WARMUP_STEPS):
         run_step(workload)
+        settle_optimizer_state(workload.optimizer, workload.device)
 
     def work() -> None:
         for _ in range(steps):

@@ -1,0 +1,5 @@
+"""`python -m memfit` is the command line."""
+
+from memfit.cli import main
+
+main()

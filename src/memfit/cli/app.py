@@ -1,0 +1,44 @@
+"""The typer application: which commands there are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from memfit.cli import doctor, fit, init, plan, profile
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # an unexpected exception is a bug: its plain traceback helps
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("fit")(fit.fit)
+app.command("plan")(plan.plan)
+app.command("profile")(profile.profile)
+app.command("doctor")(doctor.doctor)
+app.command("init")(init.init)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from memfit import __version__
+
+        typer.echo(f"memfit {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def memfit(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Fit a PyTorch training step into a memory budget given in bytes, and prove that it fits.
+
+    Start with `memfit init` (writes a workload file) or `memfit fit encoder`.
+    """

@@ -1,0 +1,186 @@
+"""`memfit fit`: plan, run under the budget, verify; without a goal, say what could be asked for."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memfit.cli import options
+from memfit.cli.goal import GoalOptions, refuse_together
+from memfit.cli.output_file import check_file, write_json
+from memfit.cli.session import Session, opened
+from memfit.cli.target import Target
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.fitted import Fitted
+    from memfit.ir.plan import Plan
+    from memfit.workload import Workload
+
+
+def fit(
+    target: options.TargetName,
+    budget: options.Budget = None,
+    utilization: options.Utilization = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Run this plan instead of making one.",
+            rich_help_panel="Goal",
+        ),
+    ] = None,
+    activation_reduction: options.ActivationReduction = None,
+    max_slowdown: options.MaxSlowdown = None,
+    strategy: options.Strategy = None,
+    interval: options.Interval = None,
+    segments: options.Segments = None,
+    allow: options.Allow = None,
+    accumulate: options.Accumulate = 1,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, help="Steps of each kind to time.")
+    ] = 10,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write result and plan as JSON."),
+    ] = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    dtype: options.Dtype = None,
+    optimizer: options.Optimizer = None,
+    device: options.Device = None,
+    fields: options.Fields = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Fit the training step of TARGET into a budget, and verify it on this machine.
+
+    Without --budget (or --utilization, --activation-reduction, --plan) it measures the step and
+    prints the budgets to choose from.
+    """
+    with opened(as_json=as_json, verbose=verbose) as session:
+        what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
+        goal = GoalOptions(
+            budget,
+            utilization,
+            activation_reduction,
+            max_slowdown,
+            strategy,
+            interval,
+            segments or [],
+            allow or [],
+        )
+        plan = _checked(goal, plan_file, output)
+        session.progress("loading torch")
+        from memfit import api
+        from memfit.measure.device import device_facts
+
+        session.progress(f"building {target}")
+        workload = what.build()
+        if plan is None and not goal.aims:
+            _show_choices(session, what, workload, goal, accumulate)
+            return
+        fitted = api.fit_workload(
+            workload,
+            goal.budget_on(device_facts(workload.device)),
+            plan=plan,
+            steps=steps,
+            segments=goal.segments or None,
+            accumulate=accumulate,
+            progress=session.progress,
+            **goal.plan_options(),
+        )
+        _show(session, what, fitted, output)
+
+
+def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> Plan | None:
+    """Refuse what cannot work before anything is built; return the plan of the file, if any."""
+    refuse_together([*goal.given, *(["--plan"] if plan_file is not None else [])])
+    if plan_file is not None and (extra := goal.planning_options):
+        raise UsageError(
+            f"{', '.join(extra)} say how to make a plan, but --plan gives one",
+            hint="leave out --plan or the others",
+        )
+    goal.check()
+    check_file(output)
+    if plan_file is None:
+        return None
+    from memfit.ir.plan import Plan
+
+    return Plan.load(plan_file)
+
+
+def _show(session: Session, what: Target, fitted: Fitted, output: Path | None) -> None:
+    from memfit import __version__
+    from memfit.ir.codec import to_data
+    from memfit.report.fit import fit_report, numbers_agree, summary_line
+
+    result = fitted.result
+    if output is not None:
+        command = shlex.join(["memfit", *sys.argv[1:]])
+        about = {"memfit": __version__, "command": command}
+        write_json(output, {**result.to_json(), **about, "plan": to_data(fitted.plan)})
+    if session.as_json:
+        session.emit(result.to_json())
+    else:
+        session.show(*fit_report(result, fitted.plan))
+        session.line(summary_line(result, what.command("plan", "--sweep")))
+    if not numbers_agree(result.numerics):
+        raise typer.Exit(1)
+
+
+def _show_choices(
+    session: Session, what: Target, workload: Workload, goal: GoalOptions, accumulate: int
+) -> None:
+    from memfit import api
+    from memfit.cli.sweep import choices, unplanned_bytes
+    from memfit.ir.codec import to_data
+    from memfit.planning.make_plan import minimum_feasible
+    from memfit.report.fit import choices_lines, choices_table
+    from memfit.report.terminal import budget_word, headline, note_lines
+
+    profile = api.profile(
+        workload,
+        segments=goal.segments or None,
+        accumulate=accumulate,
+        progress=session.progress,
+    )
+    session.progress("looking for the feasible range")
+    minimum, unplanned = minimum_feasible(profile)[0], unplanned_bytes(profile)
+    found = choices(profile, minimum, unplanned, goal, session.progress)
+    if session.as_json:
+        session.emit(
+            {
+                "workload": profile.workload,
+                "device": to_data(profile.device),
+                "minimum_feasible_bytes": minimum,
+                "baseline": {
+                    "peak_bytes": unplanned,
+                    "static_bytes": profile.graph.fixed_bytes,
+                    "step_s": profile.step_s,
+                    "measured": profile.baseline is not None,
+                },
+                "choices": [
+                    {
+                        "name": choice.name,
+                        "budget_bytes": choice.budget_bytes,
+                        "predicted": to_data(choice.plan.predicted),
+                        "slowdown": choice.plan.predicted.step_s / choice.plan.baseline_step_s,
+                    }
+                    for choice in found
+                ],
+                "notes": list(profile.notes),
+            }
+        )
+        return
+    session.show(headline(profile.workload, {"name": profile.device.name}))
+    session.show(*choices_lines(profile, minimum, unplanned))
+    session.show(choices_table(found), *note_lines(profile.notes))
+    middle = found[len(found) // 2].budget_bytes
+    command = what.command("fit", f"--budget {budget_word(middle)}")
+    session.line(f"no budget given, nothing fitted; next: {command}")

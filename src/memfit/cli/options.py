@@ -1,0 +1,136 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_TARGET = "Target options"
+_GOAL = "Goal"
+_HOW = "How to plan"
+
+TargetName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="encoder, torchvision:NAME, timm:NAME, transformers:NAME or path/to/file.py:function.",
+        show_default=False,
+    ),
+]
+Batch = Annotated[
+    int | None, typer.Option("--batch", help="Examples per batch.", rich_help_panel=_TARGET)
+]
+Seq = Annotated[
+    int | None, typer.Option("--seq", help="Tokens per example.", rich_help_panel=_TARGET)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="fp32, or bf16 or fp16 by autocast.", rich_help_panel=_TARGET),
+]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", help="sgd, adam or adamw.", rich_help_panel=_TARGET)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="cpu, cuda or cuda:N; left out: cuda where there is one, a file's own choice.",
+        rich_help_panel=_TARGET,
+    ),
+]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of the model, such as n_layer=4; may be repeated.",
+        rich_help_panel=_TARGET,
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="B",
+        help="Bytes of the whole step: 16GiB, 16GB, a number of bytes, 60% of the plain "
+        "step's peak, or auto (what is free, less 3 %).",
+        rich_help_panel=_GOAL,
+    ),
+]
+Utilization = Annotated[
+    float | None,
+    typer.Option(
+        "--utilization",
+        metavar="SHARE",
+        help="The budget as a share of the device's memory, such as 0.8.",
+        rich_help_panel=_GOAL,
+    ),
+]
+ActivationReduction = Annotated[
+    float | None,
+    typer.Option(
+        "--activation-reduction",
+        metavar="SHARE",
+        help="Cut this share of the activation memory, such as 0.4, instead of a budget.",
+        rich_help_panel=_GOAL,
+    ),
+]
+MaxSlowdown = Annotated[
+    float | None,
+    typer.Option(
+        "--max-slowdown",
+        metavar="RATIO",
+        help="Refuse a plan slower than this, such as 1.2 times the plain step.",
+        rich_help_panel=_GOAL,
+    ),
+]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="S",
+        help="optimal (default), ratio, interval, all or none.",
+        rich_help_panel=_HOW,
+    ),
+]
+Interval = Annotated[
+    int | None,
+    typer.Option(
+        "--interval",
+        metavar="K",
+        help="Segments per group, for strategy interval; left out: the best.",
+        rich_help_panel=_HOW,
+    ),
+]
+Segments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--segments",
+        metavar="PATTERN",
+        help="Modules to plan, such as 'layers.*', instead of those found; may be repeated.",
+        rich_help_panel=_HOW,
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="TECHNIQUE",
+        help="Techniques a plan may use (+NAME adds to the default ones); may be repeated.",
+        rich_help_panel=_HOW,
+    ),
+]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        "--accumulate",
+        metavar="N",
+        help="Batches per optimizer step.",
+        rich_help_panel=_HOW,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout, the rest on stderr.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print what is being done.")]

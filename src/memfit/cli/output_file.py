@@ -1,0 +1,42 @@
+"""Files and folders that a command writes, checked before the slow part begins."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import UsageError
+
+_HINT = "choose a place that exists and is yours to write to"
+
+
+def check_file(path: Path | None) -> None:
+    """Raise UsageError if the file could not be written."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{str(path)!r} is a folder, not a file", hint=f"try {path / 'out.json'}")
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {str(folder)!r} to write into", hint=_HINT)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{str(path)!r} cannot be written", hint=_HINT)
+
+
+def make_folder(path: Path | None) -> None:
+    """Make the folder if it is not there; raise UsageError if it cannot be."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the folder {str(path)!r} cannot be made: {error.strerror}", hint=_HINT
+        ) from error
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write the object; `schema_version` is in it already."""
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,160 @@
+"""`memfit plan`: what a budget would take, segment by segment; or many budgets side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memfit.cli import options
+from memfit.cli.goal import GoalOptions
+from memfit.cli.output_file import check_file
+from memfit.cli.session import Session, opened
+from memfit.cli.target import Target
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.ir.profile import Profile
+
+
+def plan(
+    target: options.TargetName,
+    budget: options.Budget = None,
+    utilization: options.Utilization = None,
+    activation_reduction: options.ActivationReduction = None,
+    max_slowdown: options.MaxSlowdown = None,
+    strategy: options.Strategy = None,
+    interval: options.Interval = None,
+    segments: options.Segments = None,
+    allow: options.Allow = None,
+    accumulate: options.Accumulate = 1,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Plan for ten budgets from the smallest to the plain step's; --strategy "
+            "optimal,ratio compares strategies.",
+        ),
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="List every segment by itself.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the plan as JSON, for fit --plan."
+        ),
+    ] = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    dtype: options.Dtype = None,
+    optimizer: options.Optimizer = None,
+    device: options.Device = None,
+    fields: options.Fields = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Plan the training step of TARGET for a budget, without running the plan."""
+    with opened(as_json=as_json, verbose=verbose) as session:
+        what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
+        goal = GoalOptions(
+            budget,
+            utilization,
+            activation_reduction,
+            max_slowdown,
+            strategy,
+            interval,
+            segments or [],
+            allow or [],
+        )
+        _check(goal, sweep, output)
+        session.progress("loading torch")
+        from memfit import api
+
+        session.progress(f"building {target}")
+        workload = what.build()
+        profile = api.profile(
+            workload,
+            segments=goal.segments or None,
+            accumulate=accumulate,
+            progress=session.progress,
+        )
+        if sweep:
+            _show_sweep(session, what, profile, goal)
+        else:
+            _show_plan(session, what, profile, goal, output, every)
+
+
+def _check(goal: GoalOptions, sweep: bool, output: Path | None) -> None:
+    if sweep:
+        if goal.given or output is not None:
+            extra = [*goal.given, *(["--output"] if output is not None else [])]
+            raise UsageError(
+                f"--sweep goes over many budgets: {', '.join(extra)} is for one plan",
+                hint="leave out one of them; --json prints a sweep as data",
+            )
+    elif not goal.aims:
+        raise UsageError(
+            "there is no budget to plan for",
+            hint="give --budget B, or --sweep to see what budgets would cost",
+        )
+    goal.check(several_strategies=sweep)
+    check_file(output)
+
+
+def _show_plan(
+    session: Session,
+    what: Target,
+    profile: Profile,
+    goal: GoalOptions,
+    output: Path | None,
+    every: bool,
+) -> None:
+    from memfit import api
+    from memfit.ir.codec import to_data
+    from memfit.report.plan import plan_report, summary_line
+    from memfit.report.terminal import budget_word
+
+    session.progress("planning")
+    made = api.plan(profile, goal.budget_on(profile.device), **goal.plan_options())
+    if output is not None:
+        made.save(output)
+    if session.as_json:
+        session.emit(to_data(made))
+        return
+    session.show(*plan_report(made, profile.device.name, every=every))
+    if output is not None:
+        next_command = what.command("fit", f"--plan {output}")
+    elif made.budget_bytes is not None:
+        next_command = what.command("fit", f"--budget {budget_word(made.budget_bytes)}")
+    else:
+        next_command = what.command("fit", f"--strategy {made.strategy}")
+    session.line(summary_line(made, next_command))
+
+
+def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOptions) -> None:
+    from memfit.cli.sweep import spread_budgets, sweep, unplanned_bytes
+    from memfit.ir.codec import to_data
+    from memfit.planning.make_plan import minimum_feasible
+    from memfit.report.sweep import sweep_data, sweep_table
+    from memfit.report.terminal import budget_word, headline
+
+    session.progress("looking for the smallest budget")
+    minimum, unplanned = minimum_feasible(profile)[0], unplanned_bytes(profile)
+    strategies = (goal.strategy or "optimal").split(",")
+    rows = sweep(profile, spread_budgets(minimum, unplanned), strategies, goal, session.progress)
+    if session.as_json:
+        session.emit(
+            {
+                "workload": profile.workload,
+                "device": to_data(profile.device),
+                "minimum_feasible_bytes": minimum,
+                "baseline": {"peak_bytes": unplanned, "step_s": profile.step_s},
+                "budgets": sweep_data(rows),
+            }
+        )
+        return
+    session.show(headline(profile.workload, {"name": profile.device.name}))
+    session.show(sweep_table(rows, unplanned))
+    middle = rows[len(rows) // 2].budget_bytes
+    next_command = what.command("fit", f"--budget {budget_word(middle)}")
+    session.line(f"predicted, not run; next: {next_command}")

@@ -1,0 +1,85 @@
+"""`memfit profile`: one step, measured: memory and seconds by segment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memfit.cli import options
+from memfit.cli.output_file import make_folder, write_json
+from memfit.cli.session import opened
+from memfit.cli.target import Target
+
+
+def profile(
+    target: options.TargetName,
+    segments: options.Segments = None,
+    accumulate: options.Accumulate = 1,
+    every: Annotated[bool, typer.Option("--all", help="List every segment by itself.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write profile.json, segments.csv and timeline.csv there.",
+        ),
+    ] = None,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    dtype: options.Dtype = None,
+    optimizer: options.Optimizer = None,
+    device: options.Device = None,
+    fields: options.Fields = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Measure one training step of TARGET: memory by category, memory and time by segment."""
+    with opened(as_json=as_json, verbose=verbose) as session:
+        what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
+        make_folder(output)
+        session.progress("loading torch")
+        from memfit import api
+        from memfit.ir.codec import to_data
+        from memfit.planning.simulate import Simulator
+        from memfit.planning.strategies import saved_bytes
+        from memfit.report.csv import write_csv
+        from memfit.report.profile import profile_report, segment_rows, timeline_rows
+
+        session.progress(f"building {target}")
+        measured = api.profile(
+            what.build(), segments=segments, accumulate=accumulate, progress=session.progress
+        )
+        simulator = Simulator(measured)
+        timeline = simulator.timeline([])
+        saved = [saved_bytes(simulator, call.index) for call in measured.graph.calls]
+        rows = segment_rows(measured, saved)
+        if output is not None:
+            write_json(output / "profile.json", to_data(measured))
+            write_csv(output / "segments.csv", rows)
+            write_csv(output / "timeline.csv", timeline_rows(timeline))
+        if session.as_json:
+            session.emit(
+                {
+                    "workload": measured.workload,
+                    "device": to_data(measured.device),
+                    "static": measured.graph.static,
+                    "gradient_bytes": measured.graph.gradient_bytes,
+                    "step_s": measured.step_s,
+                    "baseline": to_data(measured.baseline),
+                    "simulated_peak": {
+                        "peak_bytes": timeline.peak_bytes,
+                        "categories": timeline.peak_categories,
+                        "where": timeline.peak.where,
+                    },
+                    "segments": rows,
+                    "notes": list(measured.notes),
+                }
+            )
+            return
+        session.show(*profile_report(measured, saved, timeline, every=every))
+        if output is not None:
+            session.line(f"wrote profile.json, segments.csv and timeline.csv to {output}")
+        session.line(f"next: {what.command('plan', '--sweep')}")

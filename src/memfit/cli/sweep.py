@@ -1,0 +1,84 @@
+"""Plans for a range of budgets, none worse than the plan of a smaller one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from memfit.api import plan
+from memfit.cli.goal import GoalOptions
+from memfit.errors import InfeasibleError
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.planning.budget import baseline_peak_bytes
+from memfit.planning.make_plan import held_bytes
+from memfit.planning.simulate import Simulator
+from memfit.report.fit import Option
+from memfit.report.sweep import SweepRow
+from memfit.report.terminal import budget_word
+from memfit.units import format_bytes, parse_bytes
+
+Progress = Callable[[str], None]
+BUDGETS = 10
+# Three choices: by their share of the way from the smallest budget to the unplanned step.
+CHOICES = {"tight": 0.0, "middle": 0.4, "roomy": 0.75}
+TIGHT_MARGIN = 1.02  # the smallest budget of all leaves the machine nothing to differ in
+
+
+def unplanned_bytes(profile: Profile) -> int:
+    """The smallest budget that needs no plan at all."""
+    return max(baseline_peak_bytes(profile), held_bytes(Simulator(profile), []))
+
+
+def spread_budgets(minimum: int, unplanned: int, count: int = BUDGETS) -> list[int]:
+    """Budgets from the minimum to the unplanned step's, ascending and evenly spaced."""
+    width = max(unplanned - minimum, 0)
+    return sorted({minimum + round(width * i / (count - 1)) for i in range(count)})
+
+
+def sweep(
+    profile: Profile,
+    budgets: Sequence[int],
+    strategies: Sequence[str],
+    goal: GoalOptions,
+    progress: Progress,
+) -> list[SweepRow]:
+    """Plan for each budget with each strategy; a faster plan of a smaller budget is kept."""
+    rows: list[SweepRow] = []
+    best: dict[str, Plan | None] = dict.fromkeys(strategies)
+    for budget in budgets:
+        progress(f"planning for {format_bytes(budget)}")
+        for strategy in strategies:
+            found = _plan_within(profile, budget, replace(goal, strategy=strategy))
+            best[strategy] = _faster(best[strategy], found)
+        rows.append(SweepRow(budget, dict(best)))
+    return rows
+
+
+def choices(
+    profile: Profile, minimum: int, unplanned: int, goal: GoalOptions, progress: Progress
+) -> list[Option]:
+    """A few budgets worth asking for, ascending, with their plans."""
+    tight = min(round(minimum * TIGHT_MARGIN), max(minimum, unplanned))
+    names: dict[int, str] = {}
+    for name, part in CHOICES.items():
+        size = tight + max(round((unplanned - tight) * part), 0)
+        names.setdefault(parse_bytes(budget_word(size)), name)
+    rows = sweep(profile, list(names), ["optimal"], goal, progress)
+    plans = ((row.budget_bytes, row.plans["optimal"]) for row in rows)
+    return [Option(names[size], size, found) for size, found in plans if found is not None]
+
+
+def _plan_within(profile: Profile, budget: int, goal: GoalOptions) -> Plan | None:
+    try:
+        # Above the device there is nothing to plan for, and a budget there is refused.
+        size = min(budget, profile.device.capacity_bytes)
+        return plan(profile, size, **goal.plan_options())
+    except InfeasibleError:
+        return None
+
+
+def _faster(one: Plan | None, other: Plan | None) -> Plan | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.predicted.step_s <= one.predicted.step_s else one

@@ -1,0 +1,137 @@
+"""How many bytes the CUDA allocator will hold for a step: its own placement, simulated.
+
+Follows torch's caching allocator with expandable segments: requests up to 1 MiB and larger ones
+have a segment each that grows by pages; a request takes the smallest free block it fits in, lowest
+address first, and splits it; freed neighbours merge; what is mapped stays mapped. Limits: one
+stream, and a start where everything static lies compactly (see `settle_optimizer_state`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from memfit.planning.simulate import Run, Simulator
+
+MIB = 2**20
+SMALL_REQUEST = MIB
+SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
+
+Key = tuple[int, int]  # block, and the run that replays it (-1: the original)
+
+
+def reserved_bytes(simulator: Simulator, runs: Sequence[Run]) -> int | None:
+    """Highest bytes the allocator holds in the step; None where that is not known."""
+    start = simulator.profile.allocator
+    if start is None:
+        return None
+    small = _Segment(SMALL_PAGE, start.small_holes)
+    large = _Segment(LARGE_PAGE, start.large_holes)
+    places: dict[Key, tuple[_Segment, int]] = {}
+    for key, size in allocation_sequence(simulator, runs):
+        if size > 0:
+            segment = small if size <= SMALL_REQUEST else large
+            places[key] = (segment, segment.take(size))
+        else:
+            segment, address = places.pop(key)
+            segment.give(address, -size)
+    return start.reserved_bytes + small.mapped + large.mapped
+
+
+def allocation_sequence(simulator: Simulator, runs: Sequence[Run]) -> Iterator[tuple[Key, int]]:
+    """The step's allocations (positive bytes) and frees (negative) in order, replays included."""
+    sim = simulator
+    length = sim.graph.length
+    death = sim.deaths(runs)
+    # At one position frees come before replays, replays before allocations.
+    moments: list[tuple[int, int, Key, int]] = []
+    for block in range(len(sim.bytes)):
+        size = int(sim.bytes[block])
+        moments.append((int(sim.birth[block]), 2, (block, -1), size))
+        if death[block] < length:
+            moments.append((int(death[block]), 0, (block, -1), -size))
+    replays = {}
+    for run in runs:
+        replay = sim.replay(run)
+        if replay is not None:
+            replays[run[0]] = (run, replay)
+            moments.append((replay.need, 1, (-1, run[0]), 0))
+            for block, release in zip(replay.blocks, replay.releases, strict=True):
+                moments.append((int(release), 0, (int(block), run[0]), -int(sim.bytes[block])))
+    moments.sort(key=lambda m: (m[0], m[1]))
+    for _, order, key, size in moments:
+        if order == 1:
+            run, replay = replays[key[1]]
+            yield from _replayed(sim, run, set(replay.blocks.tolist()))
+        else:
+            yield key, size
+
+
+def _replayed(sim: Simulator, run: Run, survivors: set[int]) -> Iterator[tuple[Key, int]]:
+    calls = sim.graph.calls[run[0] : run[1] + 1]
+    stop = max(c.stop for c in calls)
+    own = np.flatnonzero((sim.call >= run[0]) & (sim.call <= run[1]) & (sim.birth <= stop))
+    mine = set(own.tolist())
+    for block in sorted(survivors - mine):
+        yield (block, run[0]), int(sim.bytes[block])
+    moments = []
+    for block in own.tolist():
+        moments.append((int(sim.birth[block]), 1, block))
+        if block not in survivors:
+            moments.append((min(int(sim.death[block]), stop + 1), 0, block))
+    for _, made, block in sorted(moments):
+        yield (block, run[0]), int(sim.bytes[block]) if made else -int(sim.bytes[block])
+
+
+class _Segment:
+    """An expandable segment: free blocks by size, and neighbours by address."""
+
+    def __init__(self, page: int, holes: Sequence[int]) -> None:
+        self.page = page
+        self.mapped = 0
+        self._free: list[tuple[int, int]] = []  # (size, address), sorted
+        self._size_at: dict[int, int] = {}  # free block by its first address
+        self._start_of: dict[int, int] = {}  # and by the address after its end
+        below = 0
+        for hole in holes:  # left between static tensors: apart from each other and the rest
+            below -= hole + 1
+            self._add(below, hole)
+
+    def take(self, size: int) -> int:
+        """Place `size` bytes and return their address."""
+        at = bisect_left(self._free, (size, -(2**62)))
+        if at < len(self._free):
+            found, address = self._free[at]
+        else:
+            address = self._start_of.get(self.mapped, self.mapped)
+            missing = size - (self.mapped - address)
+            self.mapped += -(-missing // self.page) * self.page
+            found = self.mapped - address
+        if address in self._size_at:
+            self._remove(address)
+        if found > size:
+            self._add(address + size, found - size)
+        return address
+
+    def give(self, address: int, size: int) -> None:
+        """Free what `take` placed."""
+        before = self._start_of.get(address)
+        if before is not None:
+            size += self._remove(before)
+            address = before
+        if address + size in self._size_at:
+            size += self._remove(address + size)
+        self._add(address, size)
+
+    def _add(self, address: int, size: int) -> None:
+        insort(self._free, (size, address))
+        self._size_at[address] = size
+        self._start_of[address + size] = address
+
+    def _remove(self, address: int) -> int:
+        size = self._size_at.pop(address)
+        del self._start_of[address + size]
+        del self._free[bisect_left(self._free, (size, address))]
+        return size

@@ -1,0 +1,185 @@
+"""What a fit promised and what it measured, side by side, and the line that sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.ir.plan import RECOMPUTE, Plan
+from memfit.ir.profile import Profile
+from memfit.ir.result import Numerics, Result
+from memfit.report.terminal import budget_word, columns, facts, headline, note_lines, ratio
+from memfit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Option:
+    """A budget one could choose, and the plan that holds it."""
+
+    name: str
+    budget_bytes: int
+    plan: Plan
+
+
+def fit_report(result: Result, plan: Plan) -> list[RenderableType]:
+    """The whole report of a fit but for its last line."""
+    return [
+        headline(result.workload, result.device),
+        _comparison(result, plan),
+        facts(_facts(result, plan)),
+        *note_lines(result.notes),
+    ]
+
+
+def summary_line(result: Result, next_command: str) -> Text:
+    """Budget, peak, time, numbers and what to do next, in one line."""
+    measured = result.measured
+    same = numbers_agree(result.numerics)
+    return Text.assemble(
+        f"budget {format_bytes(result.budget_bytes)}; "
+        f"peak {format_bytes(measured.peak_bytes)} "
+        f"(predicted {format_bytes(result.predicted.peak_bytes)}); "
+        f"time {_time_ratio(result)} baseline; ",
+        (_numbers_in_brief(result.numerics), "green" if same else "bold red"),
+        f"; next: {next_command}",
+    )
+
+
+def numbers_agree(numerics: Numerics) -> bool:
+    """Whether the plan left the numbers alone: same bits, or no bits to compare with."""
+    return numerics.bitwise_vs_unplanned or not repeats_itself(numerics)
+
+
+def repeats_itself(numerics: Numerics) -> bool:
+    """Whether two runs of the unplanned step gave the same numbers."""
+    return numerics.note is None or "does not repeat itself" not in numerics.note
+
+
+def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) -> list[Text]:
+    """The feasible range in words."""
+    how = "takes" if profile.baseline is not None else "does not fit; simulated, it takes"
+    return [
+        Text(
+            f"the plain step needs {format_bytes(unplanned_bytes)} and {how} "
+            f"{format_seconds(profile.step_s)}; the smallest budget a plan can hold is "
+            f"{format_bytes(minimum_bytes)}"
+        )
+    ]
+
+
+def choices_table(options: Sequence[Option]) -> Table:
+    """Budgets to choose from, with what each is expected to cost."""
+    table = columns(
+        "choice", "budget", "predicted peak", "predicted time", "slowdown", "to ask for it", left=1
+    )
+    table.columns[-1].justify = "left"
+    for option in options:
+        predicted = option.plan.predicted
+        table.add_row(
+            option.name,
+            format_bytes(option.budget_bytes),
+            format_bytes(predicted.peak_bytes),
+            format_seconds(predicted.step_s),
+            ratio(predicted.step_s / option.plan.baseline_step_s),
+            f"--budget {budget_word(option.budget_bytes)}",
+        )
+    return table
+
+
+def _comparison(result: Result, plan: Plan) -> Table:
+    baseline, measured, predicted = result.baseline, result.measured, result.predicted
+    how = "baseline" if baseline.measured else "baseline (simulated)"
+    table = columns("", "predicted", "measured", how)
+    table.add_row(
+        "peak memory",
+        format_bytes(predicted.peak_bytes),
+        Text(format_bytes(measured.peak_bytes), style="bold"),
+        format_bytes(baseline.peak_bytes),
+    )
+    if result.device["type"] == "cuda":
+        table.add_row(
+            "reserved memory",
+            format_bytes(predicted.peak_reserved_bytes),
+            Text(format_bytes(measured.peak_reserved_bytes), style="bold"),
+            format_bytes(baseline.peak_reserved_bytes),
+        )
+    spread = f" ± {format_seconds(measured.step_s_spread)}" if measured.step_s_spread else ""
+    table.add_row(
+        "step time",
+        format_seconds(predicted.step_s),
+        Text(format_seconds(measured.step_s) + spread, style="bold"),
+        format_seconds(baseline.step_s),
+    )
+    table.add_row(
+        "time / baseline",
+        ratio(predicted.step_s / plan.baseline_step_s),
+        Text(_time_ratio(result), style="bold"),
+        "" if measured.same_code_ratio is None else f"{ratio(measured.same_code_ratio)} (A/A)",
+    )
+    return table
+
+
+def _facts(result: Result, plan: Plan) -> list[tuple[str, str | Text]]:
+    decisions = result.decisions
+    recomputed = sum(s.decision == RECOMPUTE for s in plan.segments)
+    rows: list[tuple[str, str | Text]] = [
+        ("budget", _budget(result, plan)),
+        (
+            "static",
+            f"{format_bytes(result.baseline.static_bytes)} parameters, gradients, "
+            "optimizer state, buffers and batch",
+        ),
+        ("numbers", _numbers(result.numerics)),
+        (
+            "decisions",
+            f"{recomputed} of {decisions.num_segments} segments recomputed: "
+            f"{format_bytes(decisions.recomputed_bytes)} recomputed, "
+            f"{format_bytes(decisions.kept_bytes)} kept",
+        ),
+        (
+            "plan",
+            f"{plan.strategy}, made in {format_seconds(result.plan_s)}"
+            f"{', ' + str(result.rounds) + ' rounds' if result.rounds > 1 else ''}; "
+            f"at most {result.predicted.gap:.2%} above the proven least time",
+        ),
+    ]
+    if result.measured.retries:
+        rows.append(("retries", f"the allocator retried {result.measured.retries} times"))
+    return rows
+
+
+def _budget(result: Result, plan: Plan) -> str:
+    least = f"the smallest that a plan can hold is {format_bytes(result.minimum_feasible_bytes)}"
+    if plan.budget_bytes is None:
+        return f"none given; {least}"
+    return f"{format_bytes(result.budget_bytes)}, held; {least}"
+
+
+def _time_ratio(result: Result) -> str:
+    if result.measured.time_ratio is not None:
+        return ratio(result.measured.time_ratio)
+    return ratio(result.measured.step_s / result.baseline.step_s)
+
+
+def _numbers_in_brief(numerics: Numerics) -> str:
+    if numerics.bitwise_vs_unplanned:
+        return "numbers identical"
+    if not repeats_itself(numerics):
+        return "numbers not comparable (the plain step does not repeat itself)"
+    return f"numbers NOT identical (gradients differ by {numerics.grad_max_rel_diff:.2g})"
+
+
+def _numbers(numerics: Numerics) -> Text:
+    if numerics.bitwise_vs_unplanned:
+        text = Text("identical to the unplanned step, bit for bit", style="green")
+    else:
+        text = Text(
+            f"not identical: loss differs by {numerics.loss_max_abs_diff:.3g}, gradients by "
+            f"{numerics.grad_max_rel_diff:.3g} of their largest",
+            style="" if numbers_agree(numerics) else "bold red",
+        )
+    return text if numerics.note is None else text.append(f" ({numerics.note})", style="")

@@ -1,0 +1,124 @@
+"""A profile as tables and as CSV rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.ir.profile import Profile
+from memfit.ir.step_graph import CATEGORIES
+from memfit.ir.timeline import Timeline
+from memfit.report.terminal import category_table, columns, facts, headline, note_lines
+from memfit.units import format_bytes, format_seconds
+
+Row = dict[str, object]
+
+
+def profile_report(
+    profile: Profile, saved: Sequence[int], timeline: Timeline, *, every: bool
+) -> list[RenderableType]:
+    """The whole report of a profile; `saved` are the bytes each call keeps for its backward."""
+    static = {**profile.graph.static, "gradients": profile.graph.gradient_bytes}
+    return [
+        headline(profile.workload, {"name": profile.device.name}),
+        _segment_table(profile, saved, every=every),
+        category_table("static: there whatever the plan", static, "static"),
+        category_table(
+            f"peak of the step, in {timeline.peak.where}", timeline.peak_categories, "peak"
+        ),
+        facts(_facts(profile, timeline)),
+        *note_lines(profile.notes),
+    ]
+
+
+def segment_rows(profile: Profile, saved: Sequence[int]) -> list[Row]:
+    """One row per segment call."""
+    return [
+        {
+            "index": call.index,
+            "name": call.name,
+            "class": call.kind,
+            "saved_bytes": size,
+            "forward_s": times.forward_s,
+            "backward_s": times.backward_s,
+            "recompute_s": times.recompute_s,
+            "can_be_recomputed": call.pinned is None,
+            "why_not": call.pinned or "",
+        }
+        for call, times, size in zip(profile.graph.calls, profile.call_times, saved, strict=True)
+    ]
+
+
+def timeline_rows(timeline: Timeline) -> Iterator[Row]:
+    """One row per moment of the step: bytes in all and by category."""
+    for point in timeline.points:
+        sizes = {f"{name}_bytes": point.bytes.get(name, 0) for name in CATEGORIES}
+        yield {
+            "position": point.position,
+            "where": point.where,
+            "total_bytes": point.total,
+            **sizes,
+        }
+
+
+def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Table:
+    table = columns(
+        "segment", "class", "calls", "saved", "forward", "backward", "recompute", left=2
+    )
+    rows = segment_rows(profile, saved)
+    # The clock differs by a little from call to call: bytes and class say what is alike.
+    alike = groupby(
+        rows, key=lambda r: r["index"] if every else (r["class"], r["saved_bytes"], r["why_not"])
+    )
+    for _, members in alike:
+        group = list(members)
+        first, last, each = group[0], group[-1], " each" if len(group) > 1 else ""
+        name = first["name"] if len(group) == 1 else f"{first['name']} .. {last['name']}"
+        table.add_row(
+            str(name),
+            str(first["class"]),
+            str(len(group)),
+            format_bytes(_mean(group, "saved_bytes")) + each,
+            *(
+                format_seconds(_mean(group, f"{what}_s"))
+                for what in ("forward", "backward", "recompute")
+            ),
+        )
+    table.add_section()
+    seconds = [
+        format_seconds(sum(getattr(t, f"{what}_s") for t in profile.call_times))
+        for what in ("forward", "backward", "recompute")
+    ]
+    table.add_row("all", "", str(len(rows)), format_bytes(sum(saved)), *seconds, style="bold")
+    return table
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return sum(float(str(row[name])) for row in rows) / len(rows)
+
+
+def _facts(profile: Profile, timeline: Timeline) -> list[tuple[str, str | Text]]:
+    baseline = profile.baseline
+    simulated = format_bytes(timeline.peak_bytes)
+    device = profile.device
+    rows: list[tuple[str, str | Text]] = [
+        ("step time", format_seconds(profile.step_s)),
+        (
+            "peak",
+            f"{simulated} simulated; the step does not fit on the device"
+            if baseline is None
+            else f"{format_bytes(baseline.peak_bytes)} measured, {simulated} simulated",
+        ),
+        (
+            "device",
+            f"{device.name}: {format_bytes(device.capacity_bytes)}, "
+            f"{format_bytes(device.free_bytes)} free",
+        ),
+    ]
+    if baseline is not None and device.type == "cuda":
+        rows.insert(2, ("reserved", f"{format_bytes(baseline.peak_reserved_bytes)} measured"))
+    return rows
