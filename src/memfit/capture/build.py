@@ -23,7 +23,7 @@ class _Draft:
     call: int
     origin: str
     death: int | None = None
-    holds: dict[int, int] = field(default_factory=dict)  # call -> release
+    holds: dict[int, Hold] = field(default_factory=dict)
     forward: bool = True
 
 
@@ -35,6 +35,7 @@ class _ForwardRun:
     regions: dict[int, list[int]] = field(default_factory=dict)  # region -> blocks made there
     packs: dict[tuple[int, int], int] = field(default_factory=dict)  # (call, block) -> last pack
     last_pack: dict[int, int] = field(default_factory=dict)  # of anything, the batch included
+    pack_order: dict[int, list[int]] = field(default_factory=dict)  # call -> blocks, -1: static
     args: dict[int, list[int | None]] = field(default_factory=dict)  # None: not of this step
     enter: dict[int, int] = field(default_factory=dict)
     exit: dict[int, int] = field(default_factory=dict)
@@ -94,9 +95,11 @@ def _read_forward(events: Sequence[Event]) -> _ForwardRun:
                 region = _gap(len(run.enter))
                 run.exit[numbers[0]] = position
             elif word == "pack":
+                block = live.get(numbers[1], -1)
                 run.last_pack[numbers[0]] = position
-                if numbers[1] in live:
-                    run.packs[numbers[0], live[numbers[1]]] = position
+                run.pack_order.setdefault(numbers[0], []).append(block)
+                if block >= 0:
+                    run.packs[numbers[0], block] = position
             elif word == "arg":
                 run.args.setdefault(numbers[0], []).append(live.get(numbers[1]))
             elif word == "forward_end":
@@ -223,6 +226,9 @@ class _StepReader:
         elif word == "done" and not self.in_forward:
             for call in range(numbers[0], numbers[1] + 1):
                 run.done[call] = self._tick()
+        elif word == "let_go" and not self.in_forward:
+            block = self.forward.pack_order[numbers[0]][numbers[1]]
+            run.release[numbers[0], block] = self._tick()
         elif word == "unpack" and numbers[0] >= 0:
             run.need.setdefault(numbers[0], self._tick())
         elif word == "release" and not self.in_forward:
@@ -252,17 +258,15 @@ def _read_step(
 def _blocks(forward: _ForwardRun, step: _StepRun, recomputed: set[int]) -> tuple[Block, ...]:
     for (call, number), packed in forward.packs.items():
         draft = forward.drafts[number]
-        if call >= 0 and call in recomputed:
-            own = draft.call == call
-            release = step.replayed_free.get(number) if own else step.done.get(call)
-        else:
-            release = step.release.get((call, number))
+        release = step.release.get((call, number))
         if release is None:
             continue  # nothing in backward ever asks for it
         if call < 0:  # saved by code between segments: nothing can be done about it
             draft.death = max(draft.death or 0, release)
-        else:
-            draft.holds[call] = max(release, packed)
+            continue
+        replayed = call in recomputed and draft.call == call
+        dropped = step.replayed_free.get(number, release) if replayed else release
+        draft.holds[call] = Hold(call, max(release, packed), max(dropped, packed))
     for number, draft in enumerate(forward.drafts):
         if draft.death is None:  # outlived the forward: held by something that is no saved tensor
             draft.death = step.original_free.get(number, step.end)
@@ -277,7 +281,7 @@ def _blocks(forward: _ForwardRun, step: _StepRun, recomputed: set[int]) -> tuple
             category=_category(draft, forward.end, step.backward_end),
             call=draft.call,
             origin=draft.origin,
-            holds=tuple(Hold(call, release) for call, release in sorted(draft.holds.items())),
+            holds=tuple(hold for _, hold in sorted(draft.holds.items())),
         )
         for number, draft in enumerate(drafts)
     )

@@ -7,6 +7,7 @@ marks say when each saved tensor is wanted and let go in backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,10 @@ class _Marks:
 
     def run_is_done(self, run: tuple[int, int]) -> None:
         mark(f"done {run[0]} {run[1]}")
+
+    def run_saved(self, run: tuple[int, int], holders: list[Any]) -> None:
+        for order, holder in enumerate(holders):
+            weakref.finalize(holder, mark, f"let_go {run[0]} {order}").atexit = False
 
     def bookkeeping(self, index: int, begins: bool) -> None:
         mark(f"bookkeeping_{'begin' if begins else 'end'} {index}")

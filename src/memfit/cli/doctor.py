@@ -102,8 +102,8 @@ def _version(package: str) -> str | None:
 
 
 def _show(session: Session, found: dict[str, Any]) -> None:
-    devices = columns("device", "name", "memory", "free", "driver", left=2)
-    copies = columns("copies", "", "GB/s", left=2)
+    devices = columns("device", "name", "memory", "free", "driver", text=("device", "name"))
+    copies = columns("copies", "way", "GB/s", text=("copies", "way"))
     for device in found["devices"]:
         devices.add_row(
             device["device"],

@@ -13,7 +13,7 @@ from memfit.cli import options
 from memfit.cli.goal import GoalOptions, refuse_together
 from memfit.cli.output_file import check_file, write_json
 from memfit.cli.session import Session, opened
-from memfit.cli.target import Target
+from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +129,11 @@ def _show(session: Session, what: Target, fitted: Fitted, output: Path | None) -
         session.emit(result.to_json())
     else:
         session.show(*fit_report(result, fitted.plan))
-        session.line(summary_line(result, what.command("plan", "--sweep")))
+        session.line(
+            summary_line(
+                result, what.command("plan", "--sweep", *accumulating(fitted.profile.accumulate))
+            )
+        )
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)
 
@@ -182,5 +186,5 @@ def _show_choices(
     session.show(*choices_lines(profile, minimum, unplanned))
     session.show(choices_table(found), *note_lines(profile.notes))
     middle = found[len(found) // 2].budget_bytes
-    command = what.command("fit", f"--budget {budget_word(middle)}")
+    command = what.command("fit", "--budget", budget_word(middle), *accumulating(accumulate))
     session.line(f"no budget given, nothing fitted; next: {command}")

@@ -99,6 +99,20 @@ class GoalOptions:
             "interval": self.interval,
         }
 
+    def words(self) -> list[str]:
+        """The options as they were given, to be put into another command."""
+        named = {
+            "--budget": self.budget,
+            "--utilization": self.utilization,
+            "--activation-reduction": self.activation_reduction,
+            "--max-slowdown": self.max_slowdown,
+            "--strategy": self.strategy,
+            "--interval": self.interval,
+        }
+        words = [w for o, v in named.items() if v is not None for w in (o, str(v))]
+        words += [w for pattern in self.segments for w in ("--segments", pattern)]
+        return words + [w for name in self.allow for w in ("--allow", name)]
+
     def _techniques(self) -> list[str] | None:
         return [name for text in self.allow for name in text.split(",")] or None
 

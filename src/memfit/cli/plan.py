@@ -11,7 +11,7 @@ from memfit.cli import options
 from memfit.cli.goal import GoalOptions
 from memfit.cli.output_file import check_file
 from memfit.cli.session import Session, opened
-from memfit.cli.target import Target
+from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ def _show_plan(
     from memfit import api
     from memfit.ir.codec import to_data
     from memfit.report.plan import plan_report, summary_line
-    from memfit.report.terminal import budget_word
 
     session.progress("planning")
     made = api.plan(profile, goal.budget_on(profile.device), **goal.plan_options())
@@ -122,12 +121,8 @@ def _show_plan(
         session.emit(to_data(made))
         return
     session.show(*plan_report(made, profile.device.name, every=every))
-    if output is not None:
-        next_command = what.command("fit", f"--plan {output}")
-    elif made.budget_bytes is not None:
-        next_command = what.command("fit", f"--budget {budget_word(made.budget_bytes)}")
-    else:
-        next_command = what.command("fit", f"--strategy {made.strategy}")
+    steps = ["--plan", str(output)] if output is not None else goal.words()
+    next_command = what.command("fit", *steps, *accumulating(profile.accumulate))
     session.line(summary_line(made, next_command))
 
 
@@ -154,7 +149,9 @@ def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOpti
         )
         return
     session.show(headline(profile.workload, {"name": profile.device.name}))
-    session.show(sweep_table(rows, unplanned))
+    session.show(sweep_table(rows, unplanned, profile.step_s))
     middle = rows[len(rows) // 2].budget_bytes
-    next_command = what.command("fit", f"--budget {budget_word(middle)}")
+    next_command = what.command(
+        "fit", "--budget", budget_word(middle), *accumulating(profile.accumulate)
+    )
     session.line(f"predicted, not run; next: {next_command}")

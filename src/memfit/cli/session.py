@@ -108,7 +108,7 @@ def opened(*, as_json: bool, verbose: bool) -> Iterator[Session]:
             session.fail(error)
         except KeyboardInterrupt:
             session.quiet()
-            session.complain("interrupted")
+            typer.echo("interrupted", err=True)
             raise typer.Exit(CTRL_C) from None
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):

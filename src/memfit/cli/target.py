@@ -58,7 +58,12 @@ class Target:
             words += [] if value is None else [option, str(value)]
         for field in self.fields:
             words += ["--set", field]
-        return " ".join([*map(shlex.quote, words), *more])
+        return shlex.join([*words, *more])
+
+
+def accumulating(batches: int) -> list[str]:
+    """The words that ask for this many batches per optimizer step."""
+    return [] if batches == 1 else ["--accumulate", str(batches)]
 
 
 def _overrides(fields: Sequence[str]) -> dict[str, str]:

@@ -15,10 +15,14 @@ CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
 
 @dataclass(frozen=True)
 class Hold:
-    """Call `call` saves the block for its backward and lets go of it at position `release`."""
+    """Call `call` saves the block for its backward and lets go of it at position `release`.
+
+    A replayed copy is dropped at `replay_release`: as soon as it was handed to the backward.
+    """
 
     call: int
     release: int
+    replay_release: int
 
 
 @dataclass(frozen=True)

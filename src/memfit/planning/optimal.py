@@ -119,7 +119,7 @@ class _Program:
 
     def _promised(self, runs: Sequence[Run]) -> int:
         """The highest row of the program for these runs."""
-        chosen = np.array([run in set(runs) for run in self.runs])
+        chosen = np.array([run in set(runs) for run in self.runs], dtype=bool)
         kept = {c for c in range(len(self.simulator.graph.calls))} - {
             c for first, last in runs for c in range(first, last + 1)
         }

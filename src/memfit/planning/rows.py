@@ -67,8 +67,7 @@ class MemoryRows:
             enter = graph.calls[run[0]].enter
             spans.append((number, enter, replay.done, replay.state_bytes))
             for block, release in zip(replay.blocks, replay.releases, strict=True):
-                if self._shared[block]:
-                    replayed.append((number, block, replay.need, release))
+                replayed.append((number, block, replay.need, release))
             for call in graph.calls[run[0] : run[1] + 1]:
                 first = call.index == run[0]
                 for block in call.args if first else set(call.args) - set(call.linked):
@@ -76,8 +75,6 @@ class MemoryRows:
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 4)
         self._replayed = np.array(replayed, dtype=np.int64).reshape(-1, 4)
         self._held = np.array(held, dtype=np.int64).reshape(-1, 4)
-        needs = [sim.replay(run) for run in self.runs]
-        self._need = np.array([graph.length if r is None else r.need for r in needs])
 
     def _at(self, position: int) -> Row:
         """The row of one position of the step."""
@@ -96,9 +93,7 @@ class MemoryRows:
         ).astype(np.int64)
         for call in np.flatnonzero(per_call):
             constant += int(per_call[call])
-            for run in self.containing[call]:
-                if self._need[run] > position:
-                    coefficients[run] -= per_call[call]
+            coefficients[self.containing[call]] -= per_call[call]
 
         number, enter, done, state = self._spans.T
         span = (enter <= position) & (position < done)

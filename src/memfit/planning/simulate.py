@@ -57,9 +57,9 @@ class Simulator:
         self._category = np.array(
             [BLOCK_CATEGORIES.index(b.category) for b in blocks], dtype=np.int64
         )
-        holds = [(b.id, h.call, h.release) for b in blocks for h in b.holds]
-        table = np.array(holds, dtype=np.int64).reshape(-1, 3)
-        self.hold_block, self.hold_call, self.hold_release = table.T
+        holds = [(b.id, h.call, h.release, h.replay_release) for b in blocks for h in b.holds]
+        table = np.array(holds, dtype=np.int64).reshape(-1, 4)
+        self.hold_block, self.hold_call, self.hold_release, self._replay_release = table.T
         self.replay = lru_cache(maxsize=None)(self._replay)
 
     # -- seconds ------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Simulator:
         blocks = self.hold_block[holds]
         inside = mine[blocks] | ~(np.isin(blocks, arguments) | (self.death[blocks] > min(needs)))
         release = np.full(len(self.bytes), -1, dtype=np.int64)
-        np.maximum.at(release, blocks[inside], self.hold_release[holds][inside])
+        np.maximum.at(release, blocks[inside], self._replay_release[holds][inside])
         survivors = np.flatnonzero(release > min(needs))
         survivor_bytes = int(self.bytes[survivors].sum())
         made_again = survivors[~mine[survivors]]

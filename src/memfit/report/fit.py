@@ -73,10 +73,8 @@ def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) ->
 
 def choices_table(options: Sequence[Option]) -> Table:
     """Budgets to choose from, with what each is expected to cost."""
-    table = columns(
-        "choice", "budget", "predicted peak", "predicted time", "slowdown", "to ask for it", left=1
-    )
-    table.columns[-1].justify = "left"
+    names = ("choice", "budget", "predicted peak", "predicted time", "slowdown", "to ask for it")
+    table = columns(*names, text=("choice", "to ask for it"))
     for option in options:
         predicted = option.plan.predicted
         table.add_row(
@@ -93,7 +91,7 @@ def choices_table(options: Sequence[Option]) -> Table:
 def _comparison(result: Result, plan: Plan) -> Table:
     baseline, measured, predicted = result.baseline, result.measured, result.predicted
     how = "baseline" if baseline.measured else "baseline (simulated)"
-    table = columns("", "predicted", "measured", how)
+    table = columns("", "predicted", "measured", how, text=[""])
     table.add_row(
         "peak memory",
         format_bytes(predicted.peak_bytes),
@@ -118,7 +116,7 @@ def _comparison(result: Result, plan: Plan) -> Table:
         "time / baseline",
         ratio(predicted.step_s / plan.baseline_step_s),
         Text(_time_ratio(result), style="bold"),
-        "" if measured.same_code_ratio is None else f"{ratio(measured.same_code_ratio)} (A/A)",
+        "" if measured.same_code_ratio is None else f"{ratio(measured.same_code_ratio)} of itself",
     )
     return table
 

@@ -18,6 +18,7 @@ from memfit.report.terminal import (
     headline,
     note_lines,
     ratio,
+    span_name,
 )
 from memfit.units import format_bytes, format_seconds
 
@@ -32,17 +33,20 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The first and the last name."""
-        first, last = self.members[0].name, self.members[-1].name
-        return first if first == last else f"{first} .. {last}"
+        """The first and the last name, and how many there are."""
+        first, count = self.members[0], len(self.members)
+        return span_name(first.name, self.members[-1].name) + (f" ({count})" if count > 1 else "")
 
     @property
-    def runs(self) -> str:
-        """The numbers of the runs, "2" or "2..5"; "" for kept ones."""
-        numbers = sorted({m.run for m in self.members if m.run is not None})
-        if not numbers:
-            return ""
-        return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"
+    def decision(self) -> str:
+        """What happens to each member, and why or in which runs."""
+        first = self.members[0]
+        runs = sorted({m.run for m in self.members if m.run is not None})
+        if not runs:
+            return f"{first.decision}: {first.reason.removeprefix('kept: ')}"
+        numbers = f"run {runs[0]}" if len(runs) == 1 else f"runs {runs[0]} to {runs[-1]}"
+        together = len(self.members) // len(runs)
+        return f"{first.decision}, {numbers}" + (f" of {together}" if together > 1 else "")
 
 
 def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[RenderableType]:
@@ -62,13 +66,14 @@ def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[Renderable
 def segment_table(segments: Sequence[SegmentPlan], *, every: bool) -> Table:
     """One row per segment, or per group of like ones unless `every`."""
     groups = [Group((s,)) for s in segments] if every else group_segments(segments)
-    table = columns("segment", "class", "calls", "saved", "recompute", "decision", "run", left=2)
-    table.add_column("reason", overflow="fold")
+    names = ("segment", "class", "saved by each", "recompute", "decision")
+    table = columns(*names, wrap=("segment", "class", "decision"))
+    table.columns[1].overflow = "ellipsis"
     left_out = 0 if every else max(0, len(groups) - MOST_ROWS)
     cut = MOST_ROWS * 2 // 3
     for number, group in enumerate(groups):
         if left_out and number == cut:
-            table.add_row(f"... {left_out} more rows (--all)", *[""] * 7, style="dim")
+            table.add_row(f"... {left_out} more rows (--all)", *[""] * 4, style="dim")
         if not cut <= number < cut + left_out:
             _add_group(table, group)
     return table
@@ -104,17 +109,13 @@ def recomputed(plan: Plan) -> str:
 
 
 def _add_group(table: Table, group: Group) -> None:
-    first, count = group.members[0], len(group.members)
-    each = " each" if count > 1 else ""
+    first = group.members[0]
     table.add_row(
         group.name,
         first.kind,
-        str(count),
-        format_bytes(first.saved_bytes) + each,
-        format_seconds(first.recompute_s) + each,
-        first.decision,
-        group.runs,
-        first.reason,
+        format_bytes(first.saved_bytes),
+        format_seconds(first.recompute_s),
+        group.decision,
         style="cyan" if first.decision == RECOMPUTE else "",
     )
 

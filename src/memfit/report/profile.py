@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import CATEGORIES
 from memfit.ir.timeline import Timeline
-from memfit.report.terminal import category_table, columns, facts, headline, note_lines
+from memfit.report.terminal import category_table, columns, facts, headline, note_lines, span_name
 from memfit.units import format_bytes, format_seconds
 
 Row = dict[str, object]
@@ -66,9 +66,9 @@ def timeline_rows(timeline: Timeline) -> Iterator[Row]:
 
 
 def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Table:
-    table = columns(
-        "segment", "class", "calls", "saved", "forward", "backward", "recompute", left=2
-    )
+    names = ("segment", "class", "saved by each", "forward", "backward", "recompute")
+    table = columns(*names, wrap=("segment", "class"))
+    table.columns[1].overflow = "ellipsis"
     rows = segment_rows(profile, saved)
     # The clock differs by a little from call to call: bytes and class say what is alike.
     alike = groupby(
@@ -76,13 +76,12 @@ def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Ta
     )
     for _, members in alike:
         group = list(members)
-        first, last, each = group[0], group[-1], " each" if len(group) > 1 else ""
-        name = first["name"] if len(group) == 1 else f"{first['name']} .. {last['name']}"
+        first, last, count = group[0], group[-1], len(group)
+        name = span_name(str(first["name"]), str(last["name"]))
         table.add_row(
-            str(name),
+            name + (f" ({count})" if count > 1 else ""),
             str(first["class"]),
-            str(len(group)),
-            format_bytes(_mean(group, "saved_bytes")) + each,
+            format_bytes(_mean(group, "saved_bytes")),
             *(
                 format_seconds(_mean(group, f"{what}_s"))
                 for what in ("forward", "backward", "recompute")
@@ -93,7 +92,7 @@ def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Ta
         format_seconds(sum(getattr(t, f"{what}_s") for t in profile.call_times))
         for what in ("forward", "backward", "recompute")
     ]
-    table.add_row("all", "", str(len(rows)), format_bytes(sum(saved)), *seconds, style="bold")
+    table.add_row(f"all {len(rows)} together", "", format_bytes(sum(saved)), *seconds, style="bold")
     return table
 
 

@@ -22,16 +22,16 @@ class SweepRow:
     plans: Mapping[str, Plan | None]
 
 
-def sweep_table(rows: Sequence[SweepRow], baseline_bytes: int) -> Table:
+def sweep_table(rows: Sequence[SweepRow], baseline_bytes: int, baseline_s: float) -> Table:
     """One row per budget: the plan of a strategy, or several strategies side by side."""
     strategies = list(rows[0].plans)
     if len(strategies) == 1:
         return _one(rows, strategies[0], baseline_bytes)
-    table = columns("budget", "of baseline", *strategies, left=0)
+    title = f"predicted time by strategy, against {format_seconds(baseline_s)} with everything kept"
+    table = columns("budget", "of baseline", *strategies, title=title)
     for row in rows:
         cells: list[RenderableType] = [
-            "-" if plan is None else f"{format_seconds(plan.predicted.step_s)} {slowdown(plan)}"
-            for plan in row.plans.values()
+            "-" if plan is None else slowdown(plan) for plan in row.plans.values()
         ]
         table.add_row(_size(row), f"{row.budget_bytes / baseline_bytes:.0%}", *cells)
     return table
@@ -63,13 +63,7 @@ def sweep_data(rows: Sequence[SweepRow]) -> list[dict[str, object]]:
 
 def _one(rows: Sequence[SweepRow], strategy: str, baseline_bytes: int) -> Table:
     table = columns(
-        "budget",
-        "of baseline",
-        "predicted peak",
-        "predicted time",
-        "slowdown",
-        "recomputed",
-        left=0,
+        "budget", "of baseline", "predicted peak", "predicted time", "slowdown", "recomputed"
     )
     for row in rows:
         plan = row.plans[strategy]

@@ -22,15 +22,34 @@ def headline(workload: Mapping[str, str], device: Mapping[str, Any]) -> Text:
     return Text.assemble((workload["name"], "bold"), "  ", (", ".join(parts), "dim"))
 
 
-def columns(*names: str, left: int = 1, title: str | None = None) -> Table:
-    """A table with these columns: the first `left` are text, the rest numbers."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
-    table.title_style = "bold"
-    for i, name in enumerate(names):
+def columns(
+    *names: str, text: Sequence[str] = (), wrap: Sequence[str] = (), title: str | None = None
+) -> Table:
+    """A table with these columns: `text` ones to the left, `wrap` ones may take several lines."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in names:
         table.add_column(
-            name, justify="left" if i < left else "right", overflow="fold", no_wrap=i >= left
+            name,
+            justify="left" if name in text or name in wrap else "right",
+            overflow="fold" if name in wrap else "ellipsis",
+            no_wrap=name not in wrap,
         )
     return table
+
+
+def span_name(first: str, last: str) -> str:
+    """Names from first to last: "layers.0 .. 11"."""
+    if first == last:
+        return first
+    folder, dot, _ = first.rpartition(".")
+    return f"{first} .. {last.removeprefix(folder + dot)}" if dot else f"{first} .. {last}"
 
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
@@ -45,7 +64,7 @@ def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 def category_table(title: str, categories: Mapping[str, int], total_name: str) -> Table:
     """Bytes by category; the last row is their sum."""
-    table = columns("memory", "bytes", "share", title=title)
+    table = columns("memory", "bytes", "share", text=["memory"], title=title)
     total = sum(categories.values())
     order = [*CATEGORIES, *(name for name in categories if name not in CATEGORIES)]
     shown = [(name, categories[name]) for name in order if categories.get(name)]

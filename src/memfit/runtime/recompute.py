@@ -32,6 +32,7 @@ class Observer(Protocol):
     def replay_exits(self, index: int) -> None: ...
     def run_is_done(self, run: tuple[int, int]) -> None: ...
     def bookkeeping(self, index: int, begins: bool) -> None: ...
+    def run_saved(self, run: tuple[int, int], holders: list[Any]) -> None: ...
 
 
 @dataclass
@@ -110,6 +111,8 @@ class Recompute:
         assert current is not None
         if index == run[1]:
             self._open = None
+            if self._observer:
+                self._observer.run_saved(run, _holders(current.generator))
             next(current.generator, None)
             current.outputs = []
         else:
@@ -232,6 +235,12 @@ def frozen_statistics(module: torch.nn.Module) -> Iterator[None]:
 
 def _position(tensor: torch.Tensor, outputs: list[Any]) -> int | None:
     return next((i for i, output in enumerate(outputs) if output is tensor), None)
+
+
+def _holders(generator: Any) -> list[Any]:
+    """What autograd holds in the place of each saved tensor of a run, in saving order."""
+    references = generator.gi_frame.f_locals["new_frame"].weak_holders
+    return [reference() for reference in references]
 
 
 def _start(replay: Any, tensors: list[torch.Tensor]) -> Any:
