@@ -39,6 +39,7 @@ class _ForwardRun:
     args: dict[int, list[int | None]] = field(default_factory=dict)  # None: not of this step
     enter: dict[int, int] = field(default_factory=dict)
     exit: dict[int, int] = field(default_factory=dict)
+    model_end: int = 0
     end: int = 0
 
 
@@ -69,7 +70,16 @@ def build_step_graph(
     step = _read_step(step_events, forward, segments)
     blocks = _blocks(forward, step, set(recomputed))
     calls = _calls(forward, step, segments, blocks)
-    return StepGraph(step.end + 1, forward.end, step.backward_end, static, calls, blocks)
+    return StepGraph(
+        length=step.end + 1,
+        model_end=forward.model_end,
+        forward_end=forward.end,
+        backward_end=step.backward_end,
+        static=static,
+        calls=calls,
+        blocks=blocks,
+        model_calls=segments[0].model_calls,
+    )
 
 
 def _read_forward(events: Sequence[Event]) -> _ForwardRun:
@@ -102,9 +112,12 @@ def _read_forward(events: Sequence[Event]) -> _ForwardRun:
                     run.packs[numbers[0], block] = position
             elif word == "arg":
                 run.args.setdefault(numbers[0], []).append(live.get(numbers[1]))
+            elif word == "model_end":
+                run.model_end = position
             elif word == "forward_end":
                 run.end = position
                 break
+    run.model_end = run.model_end or run.end
     return run
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Discovery:
 
     root: Visit
     visits_of: dict[str, int]  # how often each module was called
+    loss: torch.Tensor
 
 
 class _Watch:
@@ -130,16 +132,14 @@ def discover(workload: Workload) -> Discovery:
     watch = _Watch(workload)
     with ExitStack() as stack:
         for name, module in watch.model.named_modules():
-            stack.enter_context(
-                replaced_forward(module, lambda f, n=name, m=module: watch.wrap(n, m, f))
-            )
+            stack.enter_context(replaced_forward(module, partial(watch.wrap, name, module)))
         stack.enter_context(dropped_saved_tensors(watch.pack))
         stack.enter_context(explained_errors(workload))
-        workload.compute_loss()
+        loss = workload.compute_loss().detach()
         watch._check_recent()
     for visit in watch.root.walk():
         visit.storages = set()
-    return Discovery(watch.root, watch.counts)
+    return Discovery(watch.root, watch.counts, loss)
 
 
 @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from memfit.capture.discover import discover
 from memfit.capture.segments import Segment, choose_segments
 from memfit.errors import ModelError
 from memfit.runtime.inplace import inplace_modules, inplace_off
+from memfit.runtime.random_state import RandomState
 from memfit.workload import Workload, unwrap
 
 
@@ -17,10 +20,13 @@ def find_segments(
     """Return the segment calls, and the modules whose `inplace` must be off to recompute them.
 
     A segment that begins by changing its own input in place cannot be repeated from that input.
-    Where a module with `inplace=True` does it, switching that off makes the segment safe. Single
-    layers are left alone: inside a run they are safe as they are.
+    Where a module with `inplace=True` does it, switching that off makes the segment safe, unless
+    somebody reads the changed input: then the loss is another, and the segment stays as it is.
+    Single layers are left alone: inside a run they are safe as they are.
     """
-    segments = choose_segments(discover(workload), patterns)
+    random = RandomState.of([workload.device])
+    found = discover(workload)
+    segments = choose_segments(found, patterns)
     if not segments:
         raise ModelError(
             "the step calls no module of the model, so there is nothing to plan",
@@ -35,8 +41,11 @@ def find_segments(
     ]
     if not names:
         return segments, ()
-    with inplace_off(workload.model, names):
-        safe = choose_segments(discover(workload), patterns)
+    with inplace_off(workload.model, names), random.replayed():
+        changed = discover(workload)
+    if not torch.allclose(changed.loss, found.loss, rtol=1e-6, atol=0, equal_nan=True):
+        return segments, ()
+    safe = choose_segments(changed, patterns)
     freed = pinned - {s.visit.module for s in safe if s.pinned}
     kept = tuple(n for n in names if any(n == o or n.startswith(o + ".") for o in freed))
     return (safe, kept) if kept else (segments, ())

@@ -18,7 +18,7 @@ from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.step import explained_errors, run_step
-from memfit.runtime.calls import Forward, routed
+from memfit.runtime.calls import Forward, Route, routed
 from memfit.runtime.recompute import Recompute
 from memfit.workload import Workload, unwrap
 
@@ -67,11 +67,12 @@ def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
 
 
 def recompute_all(
-    workload: Workload, segments: Sequence[Segment], observer: Any = None
+    workload: Workload, segments: Sequence[Segment], observer: Any = None, trim: bool = False
 ) -> Recompute:
     """The engine that recomputes every segment worth it, each by itself."""
     runs = [(i, i) for i in recomputed_alone(segments)]
-    return Recompute(runs, segment_modules(workload.model, segments), mutated(segments), observer)
+    modules = segment_modules(workload.model, segments)
+    return Recompute(runs, modules, mutated(segments), observer, trim)
 
 
 def segment_modules(
@@ -87,8 +88,9 @@ def mutated(segments: Sequence[Segment]) -> dict[int, tuple[str, ...]]:
     return {i: s.visit.mutated_buffers for i, s in enumerate(segments) if s.visit.mutated_buffers}
 
 
-def route_of(segments: Sequence[Segment]) -> list[tuple[str, int, int]]:
-    return [(s.visit.module, s.visit.number, s.visits) for s in segments]
+def route_of(segments: Sequence[Segment]) -> Route:
+    calls = [(s.visit.module, s.visit.number, s.visits) for s in segments]
+    return Route(calls, segments[0].model_calls)
 
 
 class _Marking:
@@ -106,6 +108,9 @@ class _Marking:
         self.current = -1
         if self.inner is not None:
             self.inner.begin()
+
+    def end(self) -> None:
+        mark("model_end")
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         for leaf in tree_leaves((args, kwargs)):

@@ -26,6 +26,7 @@ class Segment:
     visits: int  # how often its module is called in the step
     linked: frozenset[int]  # serials of inputs that are outputs of the segment before
     pinned: str | None
+    model_calls: int = 1  # how often the step calls the model
 
 
 def choose_segments(
@@ -33,6 +34,7 @@ def choose_segments(
 ) -> tuple[Segment, ...]:
     """Return the step's segment calls in calling order."""
     chosen = _by_name(discovery, patterns) if patterns else _by_shape(discovery)
+    model_calls = max(discovery.visits_of.get("", 1), 1)
     segments = []
     before: Visit | None = None
     for visit in chosen:
@@ -41,7 +43,8 @@ def choose_segments(
             # Nothing is saved between the two, so a replay may go from one into the other.
             linked = frozenset(visit.inputs) & frozenset(before.outputs)
         pinned = "changes its input in place" if visit.mutates_input else None
-        segments.append(Segment(visit, discovery.visits_of[visit.module], linked, pinned))
+        visits = discovery.visits_of[visit.module]
+        segments.append(Segment(visit, visits, linked, pinned, model_calls))
         before = visit
     return tuple(segments)
 

@@ -17,7 +17,7 @@ from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from memfit.fitted import Fitted
+    from memfit import Fitted
     from memfit.ir.plan import Plan
     from memfit.workload import Workload
 
@@ -183,8 +183,11 @@ def _show_choices(
         )
         return
     session.show(headline(profile.workload, {"name": profile.device.name}))
-    session.show(*choices_lines(profile, minimum, unplanned))
-    session.show(choices_table(found), *note_lines(profile.notes))
+    session.show(*choices_lines(profile, minimum, unplanned), *note_lines(profile.notes))
+    if minimum >= unplanned:
+        session.line(f"nothing to save; next: {what.command('profile')}")
+        return
+    session.show(choices_table(found))
     middle = found[len(found) // 2].budget_bytes
     command = what.command("fit", "--budget", budget_word(middle), *accumulating(accumulate))
     session.line(f"no budget given, nothing fitted; next: {command}")

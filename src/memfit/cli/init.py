@@ -13,7 +13,7 @@ from memfit.cli.session import opened
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write.")] = Path(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path(
         "workload.py"
     ),
     as_json: options.Json = False,
@@ -25,7 +25,7 @@ def init(
 
         write_starter(file)
         target = f"{file}:workload"
-        command = f"memfit fit {shlex.quote(target)} --budget 60%"
+        command = f"memfit fit {shlex.quote(target)}"
         if session.as_json:
             session.emit({"file": str(file), "target": target, "next": command})
         else:

@@ -61,7 +61,9 @@ class Plan:
     plan_s: float = 0.0
     executor: str = "module"
     techniques: tuple[str, ...] = ()
+    trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()
+    model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 

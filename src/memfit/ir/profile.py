@@ -23,11 +23,15 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class CallTime:
-    """Seconds of one segment call: forward, backward, and running its forward once more."""
+    """Seconds of one segment call: forward, backward, and running its forward once more.
+
+    Recomputing costs the device `recompute_s` and the host that feeds it `recompute_host_s`.
+    """
 
     forward_s: float
     backward_s: float
     recompute_s: float
+    recompute_host_s: float
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Profile:
     graph: StepGraph
     call_times: tuple[CallTime, ...]
     step_s: float
+    host_slack_s: float = 0.0  # host seconds of recompute that vanish behind the device's work
+    trim_s: float = 0.0  # what giving free pages back costs a step
     baseline: Baseline | None = None  # None: it does not fit on the device
     allocator: AllocatorStart | None = None  # None: reserved bytes cannot be predicted
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed

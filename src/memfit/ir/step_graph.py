@@ -79,11 +79,13 @@ class StepGraph:
     """The whole step: `static` bytes are there from start to end, by category."""
 
     length: int
+    model_end: int  # where the model's forward returns; the loss may come after
     forward_end: int
     backward_end: int
     static: dict[str, int]
     calls: tuple[Call, ...]
     blocks: tuple[Block, ...]
+    model_calls: int = 1  # how often the step calls the model itself
 
     @property
     def static_bytes(self) -> int:

@@ -20,6 +20,7 @@ class CallClock:
     clock: Clock
     forward: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     replay: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    host: dict[int, float] = field(default_factory=dict)
     backward: list[tuple[int, Any]] = field(default_factory=list)
     end: Any = None
 
@@ -31,7 +32,7 @@ class CallClock:
                 return
 
     def read(self) -> dict[str, dict[int, float]]:
-        """Seconds per call of "forward", "backward" and "replay"."""
+        """Seconds per call of "forward", "backward", "replay" and of the "host" in replays."""
         seconds = self.clock.seconds
         starts: dict[int, Any] = {}
         for index, moment in self.backward:
@@ -41,6 +42,7 @@ class CallClock:
         return {
             "forward": {i: seconds(a, b) for i, (a, b) in self.forward.items()},
             "replay": {i: seconds(a, b) for i, (a, b) in self.replay.items()},
+            "host": self.host,
             "backward": {
                 i: seconds(start, end) for (i, start), end in zip(order, ends, strict=True)
             },

@@ -25,7 +25,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._device = device
+        self.device = device
 
     def now(self) -> Any:
         """The moment the device reaches what was asked of it so far."""
@@ -42,7 +42,12 @@ class Clock:
     def settle(self) -> None:
         """Wait until the device has done everything asked of it."""
         if self._cuda:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
+
+    def occupy(self) -> None:
+        """Keep the device busy for some milliseconds, so that the host gets ahead of it."""
+        if self._cuda:
+            torch.cuda._sleep(20_000_000)
 
 
 def time_interleaved(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import KEEP, RECOMPUTE, Plan, Prediction, SegmentPlan
@@ -16,6 +16,7 @@ from memfit.planning.strategies import (
     STRATEGIES,
     Choice,
     Request,
+    Strategy,
     choose_all,
     choose_interval,
     saved_bytes,
@@ -68,14 +69,15 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
     choice = _choose(simulator, goal, target, limit_s)
-    minimum = _smallest(simulator)
-    minimum_bytes = held_bytes(simulator, minimum) + goal.margin_bytes
-    if choice is None or (target is not None and held_bytes(simulator, choice.runs) > target):
+    smallest = _smallest(simulator)
+    minimum = smallest.runs
+    minimum_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
+    if choice is None or not _holds(simulator, choice, target):
         assert budget is not None
-        if choice is not None or goal.strategy != "optimal" or minimum_bytes > budget:
+        if goal.strategy != "optimal" or minimum_bytes > budget:
             raise _refusal(simulator, goal, budget, choice, minimum, minimum_bytes)
-        choice = Choice(minimum, note="only the smallest plan holds this budget")
-    extra_s = simulator.step_seconds(choice.runs) - profile.step_s
+        choice = smallest
+    extra_s = _seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
         raise InfeasibleError(
@@ -91,47 +93,72 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
 def minimum_feasible(profile: Profile) -> tuple[int, tuple[Run, ...]]:
     """The smallest budget that any plan holds, and its runs."""
     simulator = Simulator(profile)
-    runs = _smallest(simulator)
-    return held_bytes(simulator, runs), runs
+    smallest = _smallest(simulator)
+    return held_bytes(simulator, smallest.runs, smallest.trim), smallest.runs
 
 
-def held_bytes(simulator: Simulator, runs: Sequence[Run]) -> int:
+def held_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False) -> int:
     """What a budget must cover: the allocator's bytes where they are predicted, else live ones."""
-    return max(reserved_bytes(simulator, runs) or 0, simulator.peak_bytes(runs))
+    return max(reserved_bytes(simulator, runs, trim) or 0, simulator.peak_bytes(runs))
 
 
-def _choose(
-    simulator: Simulator, goal: Goal, target: int | None, limit_s: float
-) -> Choice | None:
-    """Ask the strategy; ask again for less when the allocator would hold more than the target."""
+def _holds(simulator: Simulator, choice: Choice, target: int | None) -> bool:
+    return target is None or held_bytes(simulator, choice.runs, choice.trim) <= target
+
+
+def _seconds(simulator: Simulator, choice: Choice) -> float:
+    return simulator.step_seconds(choice.runs) + choice.trim * simulator.profile.trim_s
+
+
+def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
+    """Ask the strategy, with and without trimming where the allocator's placement matters."""
     strategy = STRATEGIES[goal.strategy]
+    request = Request(target, limit_s, goal.interval, goal.time_limit_s)
+    first = strategy(simulator, request)
+    if first is None or target is None or _holds(simulator, first, target):
+        return first
+    options = [first]
+    for trim in (False, True):
+        found = _tightened(simulator, strategy, request, replace(first, trim=trim))
+        if _holds(simulator, found, target):
+            options.append(found)
+    return min(options[1:] or options, key=lambda choice: _seconds(simulator, choice))
+
+
+def _tightened(
+    simulator: Simulator, strategy: Strategy, request: Request, choice: Choice
+) -> Choice:
+    """Ask for less until the allocator, too, stays under the budget."""
+    target = request.budget
+    assert target is not None
     asked = target
-    choice: Choice | None = None
     for _ in range(MAX_TIGHTENINGS):
-        found = strategy(simulator, Request(asked, limit_s, goal.interval, goal.time_limit_s))
-        if found is None or target is None or asked is None:
-            return found or choice
-        choice = found
-        over = held_bytes(simulator, found.runs) - target
-        if over <= 0 or simulator.peak_bytes(found.runs) > asked:
-            return found
-        asked = min(asked, simulator.peak_bytes(found.runs)) - max(over // 2, target // 200)
+        over = held_bytes(simulator, choice.runs, choice.trim) - target
+        if over <= 0:
+            return choice
+        asked = min(asked, simulator.peak_bytes(choice.runs)) - max(over // 2, target // 200)
+        found = strategy(simulator, replace(request, budget=asked))
+        if found is None or found.runs == choice.runs:
+            return choice
+        choice = replace(found, trim=choice.trim)
     return choice
 
 
-def _smallest(simulator: Simulator) -> tuple[Run, ...]:
-    """The runs that need the smallest budget, among those with the lowest peaks."""
+def _smallest(simulator: Simulator) -> Choice:
+    """The choice that needs the smallest budget, among those with the lowest peaks."""
     lowest = optimal.smallest(simulator).runs
     candidates = [lowest]
-    if simulator.profile.allocator is not None:
-        peak = simulator.peak_bytes(lowest)
-        for share in (1.02, 1.05, 1.1):
-            solution = optimal.fastest(simulator, int(peak * share))
-            if solution is not None:
-                candidates.append(solution.runs)
-        free = Request(None, float("inf"))
-        candidates += [choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
-    return min(candidates, key=lambda runs: held_bytes(simulator, runs))
+    if simulator.profile.allocator is None:
+        return Choice(lowest)
+    peak = simulator.peak_bytes(lowest)
+    for share in (1.02, 1.05, 1.1):
+        solution = optimal.fastest(simulator, int(peak * share))
+        if solution is not None:
+            candidates.append(solution.runs)
+    free = Request(None, float("inf"))
+    candidates += [choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
+    choices = [Choice(runs, trim=trim) for runs in candidates for trim in (False, True)]
+    return min(choices, key=lambda c: held_bytes(simulator, c.runs, c.trim))
 
 
 def blocking_tensors(simulator: Simulator, runs: Sequence[Run], most: int = 5) -> list[str]:
@@ -208,7 +235,7 @@ def _plan(
     plan_s: float,
 ) -> Plan:
     profile = simulator.profile
-    step_s = simulator.step_seconds(choice.runs)
+    step_s = _seconds(simulator, choice)
     bound_s = profile.step_s + choice.lower_bound_s
     peak = simulator.timeline(choice.runs).peak
     return Plan(
@@ -220,7 +247,7 @@ def _plan(
         segments=_segments(simulator, choice.runs),
         predicted=Prediction(
             peak_bytes=peak.total,
-            reserved_bytes=held_bytes(simulator, choice.runs),
+            reserved_bytes=held_bytes(simulator, choice.runs, choice.trim),
             step_s=step_s,
             lower_bound_s=min(bound_s, step_s),
             gap=max(0.0, 1 - bound_s / step_s) if step_s > 0 else 0.0,
@@ -233,9 +260,18 @@ def _plan(
         minimum_feasible_bytes=minimum_bytes,
         plan_s=plan_s,
         techniques=("recompute",) if choice.runs else (),
+        trim=choice.trim,
         inplace_off=profile.inplace_off,
-        notes=profile.notes if choice.note is None else (*profile.notes, choice.note),
+        model_calls=profile.graph.model_calls,
+        notes=(*profile.notes, *_notes(choice)),
     )
+
+
+def _notes(choice: Choice) -> list[str]:
+    notes = [] if choice.note is None else [choice.note]
+    if choice.trim:
+        notes.append("the allocator's free pages are given back between forward and backward")
+    return notes
 
 
 def _segments(simulator: Simulator, runs: Sequence[Run]) -> tuple[SegmentPlan, ...]:

@@ -1,9 +1,9 @@
 """The fastest plan under a budget, by mixed-integer programming (HiGHS through scipy).
 
-Minimise the seconds recomputed so that memory stays under the budget at every position. Rows are
-added where the simulator finds the budget broken, so the program stays small; what it proves about
-the smaller program (its lower bound) holds for the full one. Limits: runs are at most
-`longest_run` calls long, and times of calls add up (they do not overlap).
+Minimise the seconds that recompute adds (to the device, or to a host that cannot keep up) so that
+memory stays under the budget at every position. Rows are added where the simulator finds the budget
+broken, so the program stays small; what it proves about the smaller program (its lower bound) holds
+for the full one. Limits: runs are at most `longest_run` calls long, and times of calls add up.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from memfit.planning.simulate import Run, Simulator
 # A lower peak at equal time is better: the whole budget weighs as much as this share of the time.
 PEAK_WEIGHT = 1e-3
 MAX_ROUNDS = 60
+# The solver takes a row for met when it is broken by this share of the peak.
+TOLERANCE = 1e-5
+MAX_CUTS = 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,11 @@ def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
     return solution
 
 
+def _gap(runs: int) -> float:
+    """How near to the bound is near enough: exact where that is quick."""
+    return 1e-4 if runs <= 150 else 5e-3
+
+
 @lru_cache(maxsize=2)
 def _program(simulator: Simulator) -> _Program:
     """One program per step: rows found for one budget hold for the next."""
@@ -59,18 +67,21 @@ def _program(simulator: Simulator) -> _Program:
 
 
 class _Program:
-    """Columns: one per run, one per set of holders, and the peak."""
+    """Columns: one per run, one per set of holders, the seconds added, and the peak."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.runs = simulator.graph.runs(longest_run(simulator))
         self.rows = MemoryRows(simulator, self.runs)
         self.seconds = np.array([simulator.run_seconds(run) for run in self.runs])
-        self.total_s = max(sum(t.recompute_s for t in simulator.profile.call_times), 1e-9)
+        self.host = np.array([simulator.run_host_seconds(run) for run in self.runs])
+        everything = [(c, c) for c in range(len(simulator.graph.calls))]
+        self.total_s = max(simulator.extra_seconds(everything), 1e-9)
         self.scale = max(simulator.peak_bytes([]), 1)
         self.holders: dict[Holders, int] = {}
         self.memory: list[Row] = []
         self._positions: set[int] = set()
+        self._cuts: list[frozenset[Run]] = []  # choices that break the budget by next to nothing
         self._seed_rows()
 
     def solve(self, budget: int | None, time_limit_s: float) -> Solution | None:
@@ -78,12 +89,16 @@ class _Program:
         deadline = time.monotonic() + time_limit_s
         best: tuple[Run, ...] | None = None
         bound_s = 0.0
+        self._cuts = []
+        asked = budget
         for _ in range(MAX_ROUNDS):
             left = deadline - time.monotonic()
-            answer = self._solve_once(budget, max(left, 0.5))
+            answer = self._solve_once(asked, max(left, 0.5))
             if answer is None:
                 return None if best is None else Solution(best, bound_s, stopped=True)
-            runs, bound_s = answer
+            runs, proven_s = answer
+            if asked == budget:  # what is proven for less than the budget is no bound
+                bound_s = proven_s
             peak = self.simulator.peak_bytes(runs)
             limit = self._promised(runs) if budget is None else budget
             if peak <= limit:
@@ -93,8 +108,13 @@ class _Program:
                     best = runs
             broken = self.simulator.over(runs, limit)
             fresh = [p for p in broken if p not in self._positions]
-            if not fresh or left <= 0:
+            if left <= 0 or (budget is None and not fresh):
                 return None if best is None else Solution(best, bound_s, stopped=True)
+            if budget is not None and not fresh:
+                # Over by less than the solver sees: rule out this choice, later all like it.
+                self._cuts.append(frozenset(runs))
+                if len(self._cuts) > MAX_CUTS:
+                    asked = budget - int(TOLERANCE * self.scale) - 1
             for position in fresh:
                 self._add(position)
         return None if best is None else Solution(best, bound_s, stopped=True)
@@ -107,10 +127,7 @@ class _Program:
             peak = sim.peak_bytes(runs)
             for position in sim.over(runs, int(0.9 * peak))[:40]:
                 self._add(position)
-        for number in range(len(self.runs)):
-            row = self.rows.inside(number)
-            if row is not None:
-                self.memory.append(row)
+        self.memory += self.rows.replays()
 
     def _add(self, position: int) -> None:
         if position not in self._positions:
@@ -140,17 +157,14 @@ class _Program:
         for row in self.memory:
             for holders in row.shared:
                 self.holders.setdefault(holders, len(self.holders))
-        runs, columns = len(self.runs), len(self.runs) + len(self.holders) + 1
-        peak = columns - 1
+        runs, columns = len(self.runs), len(self.runs) + len(self.holders) + 2
+        seconds, peak = columns - 2, columns - 1
         matrix, upper = self._constraints(columns)
         cost = np.zeros(columns)
-        if budget is None:
-            cost[:runs] = PEAK_WEIGHT * self.seconds / self.total_s
-            cost[peak] = 1.0
-        else:
-            cost[:runs] = self.seconds / self.total_s
-            cost[peak] = PEAK_WEIGHT
+        cost[seconds] = PEAK_WEIGHT if budget is None else 1.0
+        cost[peak] = 1.0 if budget is None else PEAK_WEIGHT
         high = np.ones(columns)
+        high[seconds] = np.inf
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
         integral[:runs] = 1
@@ -159,7 +173,7 @@ class _Program:
             integrality=integral,
             bounds=Bounds(np.zeros(columns), high),
             constraints=LinearConstraint(matrix, -np.inf, upper),
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+            options={"time_limit": time_limit_s, "mip_rel_gap": _gap(runs)},
         )
         if result.x is None:
             return None
@@ -172,9 +186,16 @@ class _Program:
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one run."""
-        offset, peak = len(self.runs), columns - 1
+        offset, seconds, peak = len(self.runs), columns - 2, columns - 1
         entries: list[tuple[int, int, float]] = []
         upper: list[float] = []
+        for costs, slack_s in (
+            (self.seconds, 0.0),
+            (self.host, self.simulator.profile.host_slack_s),
+        ):
+            entries.extend((len(upper), r, cost / self.total_s) for r, cost in enumerate(costs))
+            entries.append((len(upper), seconds, -1.0))
+            upper.append(slack_s / self.total_s)
         for row in self.memory:
             line = len(upper)
             for run in np.flatnonzero(row.coefficients):
@@ -198,6 +219,10 @@ class _Program:
             if containing:
                 entries.extend((len(upper), member, 1.0) for member in containing)
                 upper.append(1.0)
+        for cut in self._cuts:
+            signs = [1.0 if run in cut else -1.0 for run in self.runs]
+            entries.extend((len(upper), number, sign) for number, sign in enumerate(signs))
+            upper.append(len(cut) - 1.0)
         table = np.array(entries, dtype=float).reshape(-1, 3)
         places = (table[:, 0].astype(int), table[:, 1].astype(int))
         matrix = csr_array((table[:, 2], places), shape=(len(upper), columns))

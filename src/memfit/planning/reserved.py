@@ -20,24 +20,34 @@ SMALL_REQUEST = MIB
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
 Key = tuple[int, int]  # block, and the run that replays it (-1: the original)
+MODEL_ENDS: Key = (-1, -1)  # stands in the sequence where the model's forward is over
 
 
-def reserved_bytes(simulator: Simulator, runs: Sequence[Run]) -> int | None:
-    """Highest bytes the allocator holds in the step; None where that is not known."""
+def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False) -> int | None:
+    """Highest bytes the allocator holds in the step; None where that is not known.
+
+    With `trim`, it gives its free pages back when the model's forward ends.
+    """
     start = simulator.profile.allocator
     if start is None:
         return None
     small = _Segment(SMALL_PAGE, start.small_holes)
     large = _Segment(LARGE_PAGE, start.large_holes)
     places: dict[Key, tuple[_Segment, int]] = {}
+    highest = 0
     for key, size in allocation_sequence(simulator, runs):
-        if size > 0:
+        if key == MODEL_ENDS:
+            if trim:
+                small.trim()
+                large.trim()
+        elif size > 0:
             segment = small if size <= SMALL_REQUEST else large
             places[key] = (segment, segment.take(size))
+            highest = max(highest, small.mapped + large.mapped)
         else:
             segment, address = places.pop(key)
             segment.give(address, -size)
-    return start.reserved_bytes + small.mapped + large.mapped
+    return start.reserved_bytes + highest
 
 
 def allocation_sequence(simulator: Simulator, runs: Sequence[Run]) -> Iterator[tuple[Key, int]]:
@@ -46,7 +56,7 @@ def allocation_sequence(simulator: Simulator, runs: Sequence[Run]) -> Iterator[t
     length = sim.graph.length
     death = sim.deaths(runs)
     # At one position frees come before replays, replays before allocations.
-    moments: list[tuple[int, int, Key, int]] = []
+    moments: list[tuple[int, int, Key, int]] = [(sim.graph.model_end, 3, MODEL_ENDS, 0)]
     for block in range(len(sim.bytes)):
         size = int(sim.bytes[block])
         moments.append((int(sim.birth[block]), 2, (block, -1), size))
@@ -86,16 +96,18 @@ def _replayed(sim: Simulator, run: Run, survivors: set[int]) -> Iterator[tuple[K
 
 
 class _Segment:
-    """An expandable segment: free blocks by size, and neighbours by address."""
+    """An expandable segment: free blocks by size, neighbours by address, unmapped pages."""
 
-    def __init__(self, page: int, holes: Sequence[int]) -> None:
+    def __init__(self, page: int, static_holes: Sequence[int]) -> None:
         self.page = page
         self.mapped = 0
+        self._top = 0  # addresses from here on were never used
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}  # free block by its first address
         self._start_of: dict[int, int] = {}  # and by the address after its end
+        self._unmapped: dict[int, int] = {}  # address -> size of pages given back
         below = 0
-        for hole in holes:  # left between static tensors: apart from each other and the rest
+        for hole in static_holes:  # between static tensors: apart from each other and the rest
             below -= hole + 1
             self._add(below, hole)
 
@@ -104,13 +116,9 @@ class _Segment:
         at = bisect_left(self._free, (size, -(2**62)))
         if at < len(self._free):
             found, address = self._free[at]
-        else:
-            address = self._start_of.get(self.mapped, self.mapped)
-            missing = size - (self.mapped - address)
-            self.mapped += -(-missing // self.page) * self.page
-            found = self.mapped - address
-        if address in self._size_at:
             self._remove(address)
+        else:
+            address, found = self._map(size)
         if found > size:
             self._add(address + size, found - size)
         return address
@@ -124,6 +132,52 @@ class _Segment:
         if address + size in self._size_at:
             size += self._remove(address + size)
         self._add(address, size)
+
+    def trim(self) -> None:
+        """Give whole free pages back."""
+        for size, address in [block for block in self._free if block[1] >= 0]:
+            first = -(-address // self.page) * self.page
+            last = (address + size) // self.page * self.page
+            if last <= first:
+                continue
+            self._remove(address)
+            if first > address:
+                self._add(address, first - address)
+            if address + size > last:
+                self._add(last, address + size - last)
+            self.mapped -= last - first
+            self._unmapped[first] = last - first
+
+    def _map(self, size: int) -> tuple[int, int]:
+        """Map pages at the lowest address with room for `size`; return the block they make."""
+        for hole in [*sorted(self._unmapped), self._top]:
+            start = self._start_of.get(hole, hole)
+            end = start
+            while end - start < size and end != self._top:
+                step = self._unmapped.get(end) or self._size_at.get(end)
+                if step is None:
+                    break
+                end += step
+            if end - start >= size or end == self._top:
+                return start, self._map_range(start, size)
+        raise AssertionError("there is always room at the top")
+
+    def _map_range(self, start: int, size: int) -> int:
+        at = start
+        while at < start + size:
+            if at in self._size_at:
+                at += self._remove(at)
+                continue
+            hole = self._unmapped.pop(at, None)
+            wanted = -(-(start + size - at) // self.page) * self.page
+            pages = wanted if hole is None else min(hole, wanted)
+            if hole is None:
+                self._top = at + pages
+            elif hole > pages:
+                self._unmapped[at + pages] = hole - pages
+            self.mapped += pages
+            at += pages
+        return at - start
 
     def _add(self, address: int, size: int) -> None:
         insort(self._free, (size, address))

@@ -119,15 +119,25 @@ class MemoryRows:
                     coefficients[run] += size
         return Row(constant, coefficients, shared)
 
-    def inside(self, run: int) -> Row | None:
-        """The row of the worst moment inside a run's replay."""
-        replay = self.simulator.replay(self.runs[run])
-        if replay is None:
-            return None
-        row = self.at(replay.need)
-        coefficients = row.coefficients.copy()
-        coefficients[run] += replay.peak_bytes - replay.survivor_bytes
-        return Row(row.constant, coefficients, row.shared)
+    def replays(self) -> list[Row]:
+        """The worst moments inside replays: one row per position where replays begin.
+
+        Runs whose replays begin together exclude each other, so they share a row.
+        """
+        extra: dict[int, dict[int, int]] = {}
+        for number, run in enumerate(self.runs):
+            replay = self.simulator.replay(run)
+            if replay is not None:
+                inside = replay.peak_bytes - replay.survivor_bytes
+                extra.setdefault(replay.need, {})[number] = inside
+        rows = []
+        for need, inside_of in sorted(extra.items()):
+            row = self.at(need)
+            coefficients = row.coefficients.copy()
+            for number, inside in inside_of.items():
+                coefficients[number] += inside
+            rows.append(Row(row.constant, coefficients, row.shared))
+        return rows
 
     def _holders(self, position: int, active: Ints, waiting: Ints) -> dict[int, Holders]:
         """Who may hold each shared block that the running code has dropped."""

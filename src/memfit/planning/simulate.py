@@ -65,13 +65,25 @@ class Simulator:
     # -- seconds ------------------------------------------------------------------------------
 
     def run_seconds(self, run: Run) -> float:
-        """Seconds that recomputing the run adds to the step."""
+        """Seconds that recomputing the run takes on the device."""
         times = self.profile.call_times[run[0] : run[1] + 1]
         return self.profile.accumulate * sum(t.recompute_s for t in times)
 
+    def run_host_seconds(self, run: Run) -> float:
+        """Seconds that recomputing the run takes on the host."""
+        times = self.profile.call_times[run[0] : run[1] + 1]
+        return self.profile.accumulate * sum(t.recompute_host_s for t in times)
+
+    def extra_seconds(self, runs: Sequence[Run]) -> float:
+        """Seconds that recomputing the runs adds to the step: the device's, or the host's if it
+        cannot keep up."""
+        device_s = sum(self.run_seconds(run) for run in runs)
+        host_s = sum(self.run_host_seconds(run) for run in runs)
+        return max(device_s, host_s - self.profile.host_slack_s)
+
     def step_seconds(self, runs: Sequence[Run]) -> float:
         """Seconds of the whole step."""
-        return self.profile.step_s + sum(self.run_seconds(run) for run in runs)
+        return self.profile.step_s + self.extra_seconds(runs)
 
     # -- bytes --------------------------------------------------------------------------------
 

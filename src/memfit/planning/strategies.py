@@ -26,6 +26,7 @@ class Choice:
     runs: tuple[Run, ...]
     lower_bound_s: float = 0.0
     note: str | None = None
+    trim: bool = False
 
 
 Strategy = Callable[[Simulator, Request], Choice | None]
@@ -67,8 +68,7 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
     for call in ranked:
         if budget is not None and simulator.peak_bytes(sorted(chosen)) <= budget:
             break
-        seconds = sum(simulator.run_seconds(run) for run in chosen)
-        if seconds + simulator.run_seconds((call, call)) <= request.max_seconds:
+        if simulator.extra_seconds([*chosen, (call, call)]) <= request.max_seconds:
             chosen.append((call, call))
     return Choice(tuple(sorted(chosen)))
 

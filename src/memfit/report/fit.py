@@ -62,13 +62,22 @@ def repeats_itself(numerics: Numerics) -> bool:
 def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) -> list[Text]:
     """The feasible range in words."""
     how = "takes" if profile.baseline is not None else "does not fit; simulated, it takes"
-    return [
+    lines = [
         Text(
             f"the plain step needs {format_bytes(unplanned_bytes)} and {how} "
             f"{format_seconds(profile.step_s)}; the smallest budget a plan can hold is "
             f"{format_bytes(minimum_bytes)}"
         )
     ]
+    if minimum_bytes >= unplanned_bytes:
+        fixed = format_bytes(profile.graph.fixed_bytes)
+        lines.append(
+            Text(
+                f"recomputing saves nothing here: {fixed} are parameters, gradients, optimizer "
+                "state, buffers and batch; a larger batch would leave more to choose"
+            )
+        )
+    return lines
 
 
 def choices_table(options: Sequence[Option]) -> Table:

@@ -45,8 +45,7 @@ class Group:
         if not runs:
             return f"{first.decision}: {first.reason.removeprefix('kept: ')}"
         numbers = f"run {runs[0]}" if len(runs) == 1 else f"runs {runs[0]} to {runs[-1]}"
-        together = len(self.members) // len(runs)
-        return f"{first.decision}, {numbers}" + (f" of {together}" if together > 1 else "")
+        return f"{first.decision}, {numbers}"
 
 
 def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[RenderableType]:
@@ -66,7 +65,7 @@ def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[Renderable
 def segment_table(segments: Sequence[SegmentPlan], *, every: bool) -> Table:
     """One row per segment, or per group of like ones unless `every`."""
     groups = [Group((s,)) for s in segments] if every else group_segments(segments)
-    names = ("segment", "class", "saved by each", "recompute", "decision")
+    names = ("segment", "class", "saved each", "recompute", "decision")
     table = columns(*names, wrap=("segment", "class", "decision"))
     table.columns[1].overflow = "ellipsis"
     left_out = 0 if every else max(0, len(groups) - MOST_ROWS)

@@ -66,7 +66,7 @@ def timeline_rows(timeline: Timeline) -> Iterator[Row]:
 
 
 def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Table:
-    names = ("segment", "class", "saved by each", "forward", "backward", "recompute")
+    names = ("segment", "class", "saved each", "forward", "backward", "recompute")
     table = columns(*names, wrap=("segment", "class"))
     table.columns[1].overflow = "ellipsis"
     rows = segment_rows(profile, saved)

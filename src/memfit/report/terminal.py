@@ -63,8 +63,8 @@ def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def category_table(title: str, categories: Mapping[str, int], total_name: str) -> Table:
-    """Bytes by category; the last row is their sum."""
-    table = columns("memory", "bytes", "share", text=["memory"], title=title)
+    """Bytes by category under a title; the last row is their sum."""
+    table = columns(title, "bytes", "share", text=[title])
     total = sum(categories.values())
     order = [*CATEGORIES, *(name for name in categories if name not in CATEGORIES)]
     shown = [(name, categories[name]) for name in order if categories.get(name)]

@@ -9,7 +9,7 @@ import torch
 
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
-from memfit.runtime.calls import Router
+from memfit.runtime.calls import Route, Router
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature
@@ -40,10 +40,11 @@ class Applied:
             self.plan.runs,
             {i: modules[s.module] for i, s in enumerate(segments)},
             {i: s.mutated_buffers for i, s in enumerate(segments) if s.mutated_buffers},
+            trim=self.plan.trim and next(self.model.parameters()).is_cuda,
         )
         with ExitStack() as stack:
             stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
-            self.router = Router(self.model, self.plan.route, engine)
+            self.router = Router(self.model, Route(self.plan.route, self.plan.model_calls), engine)
             stack.callback(self.router.uninstall)
             self.router.install()
             self._stack = stack.pop_all()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,16 +18,28 @@ from memfit.errors import PlanFileError
 from memfit.workload import unwrap
 
 Forward = Callable[..., Any]
-Route = Sequence[tuple[str, int, int]]  # module, which of its calls, how many calls in a step
+
+
+@dataclass(frozen=True)
+class Route:
+    """The segment calls of a step: module, which of its calls, how many it has in the step.
+
+    `model_calls` is how often the step calls the model itself.
+    """
+
+    calls: Sequence[tuple[str, int, int]]
+    model_calls: int = 1
 
 
 class Engine(Protocol):
-    """Runs the forward of segment call `index`; `begin` starts a new step."""
+    """Runs the forward of segment call `index`; the model's forward lies between begin and end."""
 
     @property
     def replaying(self) -> bool: ...
 
     def begin(self) -> None: ...
+
+    def end(self) -> None: ...
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any: ...
 
@@ -53,15 +67,19 @@ class Router:
         self.engine = engine
         self._indices: dict[str, dict[int, int]] = {}
         self._visits: dict[str, int] = {}
-        for index, (module, number, visits) in enumerate(route):
+        for index, (module, number, visits) in enumerate(route.calls):
             self._indices.setdefault(module, {})[number] = index
             self._visits[module] = visits
         self._seen: dict[str, int] = {}
+        self._model_calls = route.model_calls
+        self._model_seen = 0
+        self._evaluating = False
         self._undo: list[Any] = []
 
     def begin(self) -> None:
         """Count calls from the start of a step again."""
         self._seen.clear()
+        self._model_seen = 0
         self.engine.begin()
 
     def install(self) -> None:
@@ -74,7 +92,7 @@ class Router:
                 hint="the plan was made for another model: make a new one with memfit.plan",
             )
         for name in self._indices:
-            self._replace(modules[name], lambda f, name=name: self._segment(name, f))
+            self._replace(modules[name], partial(self._segment, name))
         self._replace(self.model, self._root)
 
     def uninstall(self) -> None:
@@ -92,7 +110,7 @@ class Router:
         indices, visits = self._indices[name], self._visits[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.engine.replaying:
+            if self.engine.replaying or self._evaluating:
                 return forward(*args, **kwargs)
             number = self._seen.get(name, 0)
             self._seen[name] = number + 1
@@ -105,10 +123,29 @@ class Router:
 
     def _root(self, forward: Forward) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.begin()
-            return forward(*args, **kwargs)
+            if not (torch.is_grad_enabled() or self.model.training):
+                return self._evaluate(forward, args, kwargs)
+            if self._model_seen % self._model_calls == 0:
+                self.begin()
+            self._model_seen += 1
+            try:
+                output = forward(*args, **kwargs)
+            except BaseException:
+                self.begin()
+                raise
+            if self._model_seen % self._model_calls == 0:
+                self.engine.end()
+            return output
 
         return call
+
+    def _evaluate(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Run a forward that is no part of a step: it must not count as one of its calls."""
+        self._evaluating = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._evaluating = False
 
 
 @contextmanager

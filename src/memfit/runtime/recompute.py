@@ -78,7 +78,9 @@ class Recompute:
         modules: Mapping[int, torch.nn.Module],
         mutated_buffers: Mapping[int, Sequence[str]] | None = None,
         observer: Observer | None = None,
+        trim: bool = False,
     ) -> None:
+        self._trim = trim
         self._run_of = {i: run for run in runs for i in range(run[0], run[1] + 1)}
         self._modules = modules
         self._mutated = mutated_buffers or {}
@@ -92,6 +94,11 @@ class Recompute:
         if self._open is not None:
             self._open.generator.close()
             self._open = None
+
+    def end(self) -> None:
+        """Give the allocator's free pages back, if the plan says so, before backward needs them."""
+        if self._trim and torch.is_grad_enabled():
+            torch.cuda.empty_cache()
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         run = self._run_of.get(index)
@@ -220,7 +227,7 @@ def frozen_statistics(module: torch.nn.Module) -> Iterator[None]:
 
     Momentum 0 leaves the running values bit for bit; the training output does not use them.
     """
-    frozen = [m for m in module.modules() if is_statistics_norm(m) and m.training]
+    frozen: list[Any] = [m for m in module.modules() if is_statistics_norm(m) and m.training]
     before = [(m, m.momentum, m._buffers.get("num_batches_tracked")) for m in frozen]
     for m in frozen:
         m.momentum = 0.0

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -72,20 +73,21 @@ def compare(expected: Numbers, actual: Numbers) -> Numerics:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Ask torch for deterministic algorithms where it has them."""
+    settings: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        settings.fill_uninitialized_memory,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        settings.fill_uninitialized_memory = False
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            torch.utils.deterministic.fill_uninitialized_memory = before[2]
+            settings.fill_uninitialized_memory = before[2]
 
 
 def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = False) -> Numbers:

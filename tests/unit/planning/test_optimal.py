@@ -147,3 +147,22 @@ def test_a_solved_step_gives_the_same_answer_after_other_budgets(
         total = sum(t.recompute_s for t in profile.call_times)
         difference = used.step_seconds(fresh.runs) - used.step_seconds(again.runs)
         assert abs(difference) <= TIME_TOLERANCE * total
+
+
+def test_plans_a_byte_over_the_budget_do_not_hide_those_that_fit(
+    chain: Callable[..., Profile],
+) -> None:
+    """The solver takes 1e-6 of the peak for nothing; a gigabyte more or less a byte is real."""
+    profile = chain(12, inner=10**8, output=10**7, static=10**9)
+    simulator = Simulator(profile)
+    for count in range(1, 6):
+        runs = tuple((c, c) for c in range(count))
+        fits = tuple((c, c) for c in range(count + 1))
+        budget = simulator.peak_bytes(runs) - 1
+        assert simulator.peak_bytes(fits) <= budget
+        solution = optimal.fastest(simulator, budget)
+        assert solution is not None
+        assert simulator.peak_bytes(solution.runs) <= budget
+        limit = simulator.step_seconds(fits) + TIME_TOLERANCE * 1.2
+        assert simulator.step_seconds(solution.runs) <= limit
+        assert solution.lower_bound_s <= 0.1 * (count + 1) + 1e-6

@@ -103,7 +103,7 @@ def test_ratio_respects_the_limit_on_seconds(chain: Chain) -> None:
     assert choice is not None
     # 0.1 + 0.2 + 0.3 fits; 0.4 and 0.5 would break the limit and are passed over.
     assert choice.runs == ((0, 0), (1, 1), (3, 3))
-    without_budget = choose_ratio(simulator, Request(None, 0.3))
+    without_budget = choose_ratio(simulator, Request(None, 0.31))
     assert without_budget is not None and without_budget.runs == ((1, 1), (3, 3))
 
 

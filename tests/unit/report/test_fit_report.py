@@ -1,0 +1,70 @@
+"""The report of a fit says what was promised and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from memfit.ir.result import Numerics
+from memfit.report.fit import fit_report, numbers_agree, summary_line
+
+
+def text(renderables: list, width: int = 100) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        for renderable in renderables:
+            console.print(renderable)
+    return captured.get()
+
+
+def test_prediction_measurement_and_baseline_stand_side_by_side(result, plan):
+    lines = text(fit_report(result, plan)).splitlines()
+    rows = {line.strip().split("  ")[0]: line.split() for line in lines if line.strip()}
+    assert rows["peak memory"][2:] == "38.00 MiB 37.00 MiB 50.00 MiB".split()
+    assert rows["reserved memory"][2:] == "39.00 MiB 39.00 MiB 52.00 MiB".split()
+    assert rows["step time"][2:] == "110.0 ms 112.0 ms ± 1.0 ms 100.0 ms".split()
+    assert rows["time / baseline"][3:] == "1.100x 1.120x 1.004x of itself".split()
+    assert "note: one choice" in lines
+
+
+def test_reserved_memory_is_left_out_on_the_cpu(result, plan):
+    on_cpu = replace(result, device={"type": "cpu", "name": "x"})
+    assert "reserved" not in text(fit_report(on_cpu, plan))
+
+
+def test_a_simulated_baseline_is_said_to_be_one(result, plan):
+    simulated = replace(
+        result,
+        baseline=replace(result.baseline, measured=False),
+        measured=replace(result.measured, time_ratio=None, same_code_ratio=None),
+    )
+    shown = text(fit_report(simulated, plan))
+    assert "baseline (simulated)" in shown
+    assert "1.120x" in shown and "of itself" not in shown
+
+
+def test_summary_is_one_line(result):
+    assert str(summary_line(result, "memfit plan net --sweep")) == (
+        "budget 40.00 MiB; peak 37.00 MiB (predicted 38.00 MiB); time 1.120x baseline; "
+        "numbers identical; next: memfit plan net --sweep"
+    )
+
+
+@pytest.mark.parametrize(
+    "numerics, agree, word",
+    [
+        (Numerics(True, 0.0, 0.0), True, "numbers identical"),
+        (Numerics(False, 0.1, 0.2), False, "NOT identical"),
+        (Numerics(False, 0.1, 0.2, note="the unplanned step does not fit"), False, "NOT identical"),
+        (
+            Numerics(False, 0.1, 0.2, note="it does not repeat itself either"),
+            True,
+            "not comparable",
+        ),
+    ],
+)
+def test_verdict_on_numbers(result, numerics, agree, word):
+    assert numbers_agree(numerics) is agree
+    assert word in str(summary_line(replace(result, numerics=numerics), ""))

@@ -1,0 +1,87 @@
+"""The report of a plan: like segments joined, categories that sum to the peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from memfit.report.plan import MOST_ROWS, group_segments, plan_report, segment_table, summary_line
+from memfit.report.sweep import SweepRow, sweep_data, sweep_table
+from memfit.report.terminal import budget_word, note_lines, span_name
+from memfit.units import parse_bytes
+
+MIB = 2**20
+
+
+def text(renderable: object, width: int = 100) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()
+
+
+def test_like_neighbours_share_a_row(plan):
+    groups = group_segments(plan.segments)
+    assert [(g.name, g.decision) for g in groups] == [
+        ("stem", "keep: the budget has room"),
+        ("blocks.0 .. 3 (4)", "recompute, runs 0 to 1"),
+        ("blocks.4 .. 5 (2)", "keep: the budget has room"),
+    ]
+
+
+def test_every_segment_has_a_row_when_asked_for(plan):
+    shown = text(segment_table(plan.segments, every=True))
+    assert all(s.name in shown for s in plan.segments) and ".." not in shown
+
+
+def test_long_lists_are_cut_with_a_count(plan):
+    many = [replace(plan.segments[0], name=f"s{i}", saved_bytes=i) for i in range(MOST_ROWS + 7)]
+    shown = text(segment_table(many, every=False))
+    assert "... 7 more rows (--all)" in shown
+    assert "s0 " in shown and f"s{len(many) - 1} " in shown
+    assert "more rows" not in text(segment_table(many, every=True))
+
+
+def test_report_shows_peak_bound_and_minimum(plan):
+    shown = "".join(text(part) for part in plan_report(plan, "a GPU", every=False))
+    for word in ("38.00 MiB", "52.6%", "30.00 MiB is the smallest", "1.100x", "gap 0.91%"):
+        assert word in shown
+    assert "reserved" not in shown
+    reserved = replace(plan, predicted=replace(plan.predicted, reserved_bytes=39 * MIB))
+    shown = "".join(text(part) for part in plan_report(reserved, "a GPU", every=False))
+    assert "39.00 MiB predicted" in shown
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_keep_within_the_terminal(plan, width):
+    for part in plan_report(plan, "a GPU", every=False):
+        assert max(map(len, text(part, width).splitlines())) <= width
+
+
+def test_summary_is_one_line(plan):
+    assert str(summary_line(plan, "memfit fit net")) == (
+        "budget 40.00 MiB; predicted peak 38.00 MiB; predicted time 1.100x baseline; "
+        "next: memfit fit net"
+    )
+
+
+def test_sweep_shows_what_is_not_feasible(plan):
+    rows = [SweepRow(35 * MIB, {"none": None}), SweepRow(50 * MIB, {"none": plan})]
+    lines = text(sweep_table(rows, 50 * MIB, 0.1)).splitlines()
+    assert lines[3].split() == ["35.00", "MiB", "70%", "-", "-", "-", "-"]
+    assert lines[4].split()[-3:] == ["4", "of", "7"]
+    data = sweep_data(rows)
+    assert [row["feasible"] for row in data] == [False, True]
+    assert data[1]["predicted"]["slowdown"] == pytest.approx(1.1)
+    assert data[1]["num_recomputed"] == 4
+
+
+def test_spans_notes_and_budgets_as_words():
+    assert span_name("a.b.0", "a.b.11") == "a.b.0 .. 11"
+    assert span_name("a.b.0", "a.c.0") == "a.b.0 .. a.c.0"
+    assert span_name("x", "x") == "x" and span_name("x", "y") == "x .. y"
+    assert len(note_lines(["n"] * 9)) == 7
+    for size in (1, 12_345, 99 * MIB, 100 * MIB + 1, 7 * 2**30 + 5):
+        assert size <= parse_bytes(budget_word(size)) <= size + MIB
