@@ -141,7 +141,11 @@ class Fitted:
             "the batch %s is larger than the planned one: planning again", batch_signature(batch)
         )
         self._applied.undo()
-        again = self._replan(replace(self.workload, batch=batch))
+        try:
+            again = self._replan(replace(self.workload, batch=batch))
+        except BaseException:  # a caller who goes on with smaller batches still has the plan
+            self._applied.install()
+            raise
         self.profile, self.result = again.profile, again.result
         self._applied = again._applied
         self.workload.batch = batch

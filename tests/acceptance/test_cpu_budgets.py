@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ from memfit.workload import Workload
 pytestmark = pytest.mark.slow
 
 SHARES = (0.75, 0.50, 0.35)
+# The promise is 5 %; on the CPU every allocation is recorded, so a larger error is a mistake.
+PREDICTION = 0.01
 _TEXT = {"batch": 8, "seq": 64}
 _WIDE = {
     "hidden_size": "128",
@@ -102,7 +105,9 @@ _cells: list[Cell] = []
 def table() -> Iterator[None]:
     """Print all cells when the module is done."""
     yield
-    print(f"\n{'workload':26}{'budget':>14}{'measured':>10}{'predicted':>11}{'error':>8}{'time':>8}")
+    print(
+        f"\n{'workload':26}{'budget':>14}{'measured':>10}{'predicted':>11}{'error':>8}{'time':>8}"
+    )
     for c in _cells:
         note = f"  refused at {c.share:.0%}" if c.refused else ""
         print(
@@ -152,14 +157,14 @@ def test_budgets_hold_as_predicted_with_the_same_numbers(
         check = check_budget(workload, planned, budget)
         assert check.holds and check.peak is not None
         assert check.peak.bytes <= budget
-        assert plan.predicted.peak_bytes == pytest.approx(check.peak.bytes, rel=0.05)
+        assert plan.predicted.peak_bytes == pytest.approx(check.peak.bytes, rel=PREDICTION)
         numerics = check_numerics(workload, planned)
         assert numerics.bitwise_vs_unplanned, numerics
         slowdown = plan.predicted.step_s / profile.step_s
         predicted = plan.predicted.peak_bytes
         cells.append(Cell(target, share, budget, refused, predicted, check.peak.bytes, slowdown))
     _cells.extend(cells)
-    for larger, smaller in zip(cells, cells[1:], strict=False):
+    for larger, smaller in pairwise(cells):
         assert smaller.measured <= larger.measured
         assert smaller.slowdown >= larger.slowdown * (1 - 1e-3)
 
@@ -174,12 +179,23 @@ def test_a_whole_fit_at_half_the_activations(profiled: tuple[str, Workload, Prof
         assert result.budget_bytes == budget
         assert result.measured.peak_bytes <= budget < result.baseline.peak_bytes
         assert result.baseline.static_bytes == profile.graph.fixed_bytes
-        assert abs(result.peak_error) <= 0.05
+        assert abs(result.peak_error) <= PREDICTION
         assert result.numerics.bitwise_vs_unplanned
         assert result.decisions.recomputed_bytes > 0
         assert torch.isfinite(fitted.step(workload.batch))
     finally:
         fitted.undo()
+
+
+def test_an_impossible_budget_is_refused_and_the_smallest_one_works(
+    profiled: tuple[str, Workload, Profile],
+) -> None:
+    _, workload, profile = profiled
+    plan, budget, refused = _plan(profile, _budget(profile, 0.01))
+    assert refused, "hardly any room for activations"
+    check = check_budget(workload, Applied(plan, workload.model), budget)
+    assert check.holds and check.peak is not None
+    assert plan.predicted.peak_bytes == pytest.approx(check.peak.bytes, rel=PREDICTION)
 
 
 def test_at_most_a_quarter_of_the_cells_is_refused() -> None:

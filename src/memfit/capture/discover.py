@@ -34,7 +34,7 @@ class Visit:
     packs: tuple[int, int] = (0, 0)  # tensors saved in the step before it began and ended
     inputs: tuple[int, ...] = ()  # serial numbers of tensors
     outputs: tuple[int, ...] = ()
-    mutates_input: bool = False
+    mutated_inputs: frozenset[int] = frozenset()
     mutated_buffers: tuple[str, ...] = ()
     container: bool = False
     storages: set[StorageWeakRef] = field(default_factory=set, repr=False)
@@ -110,7 +110,7 @@ class _Watch:
                 self.stack.pop()
             visit.packs = (start, self.packs)
             visit.outputs = tuple(self.serial(t) for t in _tensors(output))
-            visit.mutates_input = any(t._version != v for t, v in versions)
+            self._note_mutations(visit, versions)
             visit.mutated_buffers = tuple(
                 n for n, b in _plain_buffers(module) if buffers.get(n) != b._version
             )
@@ -123,8 +123,11 @@ class _Watch:
         """Notice code that changes a module's input in place just after the module ran."""
         if self._recent is not None:
             visit, versions = self._recent
-            visit.mutates_input |= any(t._version != v for t, v in versions)
+            self._note_mutations(visit, versions)
             self._recent = None
+
+    def _note_mutations(self, visit: Visit, versions: list[tuple[torch.Tensor, int]]) -> None:
+        visit.mutated_inputs |= {self.serial(t) for t, v in versions if t._version != v}
 
 
 def discover(workload: Workload) -> Discovery:

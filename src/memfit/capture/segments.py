@@ -42,7 +42,10 @@ def choose_segments(
         if before is not None and before.packs[1] == visit.packs[0]:
             # Nothing is saved between the two, so a replay may go from one into the other.
             linked = frozenset(visit.inputs) & frozenset(before.outputs)
-        pinned = "changes its input in place" if visit.mutates_input else None
+        if visit.mutated_inputs - linked:
+            # It changes a tensor that a replay would not make anew: no run may go on into it.
+            linked = frozenset()
+        pinned = "changes its input in place" if visit.mutated_inputs else None
         visits = discovery.visits_of[visit.module]
         segments.append(Segment(visit, visits, linked, pinned, model_calls))
         before = visit

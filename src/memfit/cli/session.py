@@ -115,7 +115,7 @@ def opened(*, as_json: bool, verbose: bool) -> Iterator[Session]:
                 raise
             session.fail(
                 DeviceMemoryError(
-                    f"out of memory: {str(error).split('. ')[0]}",
+                    f"out of memory: {'. '.join(str(error).split('. ')[:2])}",
                     hint="use a smaller --batch or --seq, --dtype bf16, or a smaller model",
                 )
             )

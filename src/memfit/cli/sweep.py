@@ -79,6 +79,6 @@ def _plan_within(profile: Profile, budget: int, goal: GoalOptions) -> Plan | Non
 
 
 def _faster(one: Plan | None, other: Plan | None) -> Plan | None:
-    if one is None or other is None:
-        return one or other
-    return other if other.predicted.step_s <= one.predicted.step_s else one
+    """The faster of two plans; of equally fast ones, the one with the lower peak."""
+    found = [plan for plan in (one, other) if plan is not None]
+    return min(found, key=lambda p: (p.predicted.step_s, p.predicted.peak_bytes), default=None)

@@ -47,6 +47,7 @@ class _Step:
     saved: list[int]  # positions in leaves that torch's checkpoint keeps
     random: RandomState
     buffers: dict[str, torch.Tensor]
+    captured: dict[int, int] = field(default_factory=dict)  # position in leaves -> version
 
 
 @dataclass
@@ -155,6 +156,7 @@ class Recompute:
                 if source is None:
                     # Detached, so that the graph it belongs to does not hold itself alive.
                     step.leaves[i] = leaves[i].detach().requires_grad_(leaves[i].requires_grad)
+                    step.captured[i] = leaves[i]._version
                 else:
                     step.links[i] = source
             self._open.outputs = []
@@ -187,6 +189,12 @@ class Recompute:
             leaves[position] = tensor
         for position, source in step.links.items():
             leaves[position] = outputs[source]
+        for position, version in step.captured.items():
+            if leaves[position]._version != version:
+                raise RuntimeError(
+                    "a tensor that is needed to repeat a segment was changed in place after the "
+                    f"segment's forward: {list(leaves[position].shape)}"
+                )
         args, kwargs = tree_unflatten(leaves, step.spec)
         with ExitStack() as stack:
             stack.enter_context(step.random.replayed())

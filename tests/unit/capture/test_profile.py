@@ -102,9 +102,7 @@ def test_arguments_from_further_back_are_kept_by_a_run(zoo: SimpleNamespace) -> 
     assert calls["blocks.1"].linked == (skip,)
     assert skip in calls["blocks.2"].args
     assert skip not in calls["blocks.2"].linked
-    assert skip in profile.graph.held_arguments(
-        calls["blocks.0"].index, calls["blocks.3"].index
-    )
+    assert skip in profile.graph.held_arguments(calls["blocks.0"].index, calls["blocks.3"].index)
 
 
 def test_a_tensor_handed_through_a_block_is_linked(zoo: SimpleNamespace) -> None:

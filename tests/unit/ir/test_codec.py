@@ -82,8 +82,17 @@ def test_results(result: Result) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [AllocatorStart, Baseline, CallTime, DeviceFacts, BaselineResult, Decisions, Measured]
-    + [Numerics, Predicted],
+    [
+        AllocatorStart,
+        Baseline,
+        BaselineResult,
+        CallTime,
+        Decisions,
+        DeviceFacts,
+        Measured,
+        Numerics,
+        Predicted,
+    ],
 )
 @settings(max_examples=5, deadline=None)
 @given(draws=st.data())

@@ -25,7 +25,7 @@ def _call(index: int, **changes: object) -> Call:
 
 
 def _graph(*calls: Call, blocks: tuple[Block, ...] = ()) -> StepGraph:
-    return StepGraph(30, 10, 25, {"parameters": 70, "batch": 5}, calls, blocks)
+    return StepGraph(30, 9, 10, 25, {"parameters": 70, "batch": 5}, calls, blocks)
 
 
 def test_runs_follow_chains() -> None:

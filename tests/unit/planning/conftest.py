@@ -183,20 +183,28 @@ class _Writer:
         )
         static = {"parameters": 3 * self.scale, "optimizer_state": 2 * self.scale, "batch": 1}
         calls = tuple(Call(**call) for call in self.calls)
-        return StepGraph(end + 1, forward_end, backward_end, static, calls, blocks)
+        return StepGraph(
+            length=end + 1,
+            model_end=forward_end - 1,
+            forward_end=forward_end,
+            backward_end=backward_end,
+            static=static,
+            calls=calls,
+            blocks=blocks,
+        )
 
 
-def profile_of(graph: StepGraph, seconds: Sequence[float], accumulate: int = 1) -> Profile:
+def profile_of(graph: StepGraph, seconds: Sequence[float], **changes: Any) -> Profile:
     """A profile of the graph in which call i takes `seconds[i]` to recompute."""
-    return Profile(
+    profile = Profile(
         fingerprint="random",
         workload={"name": "random", "model": "a random step"},
         device=DeviceFacts("cpu", "test", 10**12, 10**12, "2.13.0"),
         graph=graph,
-        call_times=tuple(CallTime(s, 2 * s, s) for s in seconds),
+        call_times=tuple(CallTime(s, 2 * s, s, 0.0) for s in seconds),
         step_s=4 * sum(seconds),
-        accumulate=accumulate,
     )
+    return replace(profile, **changes)
 
 
 @st.composite
@@ -204,7 +212,17 @@ def _profiles(draw: Draw, most_calls: int, accumulate: int) -> Profile:
     count = draw(st.integers(1, most_calls))
     graph = _Writer(draw, count, draw(st.sampled_from([1, 1000, 10**7]))).graph()
     seconds = draw(st.lists(st.integers(1, 20), min_size=count, max_size=count))
-    return profile_of(graph, [s / 100 for s in seconds], draw(st.integers(1, accumulate)))
+    host = draw(st.lists(st.integers(0, 30), min_size=count, max_size=count))
+    profile = profile_of(graph, [s / 100 for s in seconds])
+    return replace(
+        profile,
+        call_times=tuple(
+            replace(t, recompute_host_s=h / 100)
+            for t, h in zip(profile.call_times, host, strict=True)
+        ),
+        host_slack_s=draw(st.integers(0, 40)) / 100,
+        accumulate=draw(st.integers(1, accumulate)),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -265,9 +283,15 @@ def chain() -> Callable[..., Profile]:
             for c in calls
         )
         graph = StepGraph(
-            position + 1, forward_end, position, {"parameters": static}, built, tuple(blocks)
+            length=position + 1,
+            model_end=forward_end - 1,
+            forward_end=forward_end,
+            backward_end=position,
+            static={"parameters": static},
+            calls=built,
+            blocks=tuple(blocks),
         )
-        return replace(profile_of(graph, [0.1] * layers), **changes)
+        return profile_of(graph, [0.1] * layers, **changes)
 
     return build
 

@@ -150,7 +150,7 @@ def test_max_slowdown_refuses_what_takes_longer(chain: Chain) -> None:
     plan = make_plan(profile, Goal(activation_reduction=0.4, max_slowdown=1.25))
     slowdown = plan.predicted.step_s / profile.step_s
     assert 1 < slowdown <= 1.25
-    with pytest.raises(InfeasibleError, match="allowed 1.010x") as refusal:
+    with pytest.raises(InfeasibleError, match=r"allowed 1\.010x") as refusal:
         make_plan(profile, Goal(activation_reduction=0.4, max_slowdown=1.01))
     assert refusal.value.hint is not None
     assert f"{slowdown:.2f}" in refusal.value.hint

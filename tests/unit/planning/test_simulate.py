@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,12 +93,10 @@ def test_rows_are_linear_pictures_of_the_curve(
     calls = len(profile.graph.calls)
     for position in range(profile.graph.length):
         assert _evaluate(rows.at(position), rows, runs, calls) == totals[position], position
-    for run in runs:
-        row = rows.inside(rows.runs.index(run))
-        replay = simulator.replay(run)
-        assert (row is None) == (replay is None)
-        if row is not None and replay is not None:
-            assert _evaluate(row, rows, runs, calls) == inside[replay.need]
+    replays = [replay for run in rows.runs if (replay := simulator.replay(run)) is not None]
+    needs = sorted({replay.need for replay in replays})
+    for need, row in zip(needs, rows.replays(), strict=True):
+        assert _evaluate(row, rows, runs, calls) == inside.get(need, totals[need])
 
 
 @settings(max_examples=40, deadline=None)
@@ -147,6 +146,18 @@ def test_seconds_add_up(chain: Callable[..., Profile]) -> None:
     assert simulator.step_seconds([(0, 0), (2, 3)]) == pytest.approx(profile.step_s + 0.3)
     twice = Simulator(chain(4, accumulate=2))
     assert twice.run_seconds((1, 2)) == pytest.approx(0.4)
+
+
+def test_the_host_counts_where_it_cannot_keep_up(chain: Callable[..., Profile]) -> None:
+    profile = chain(4)
+    times = tuple(replace(t, recompute_host_s=0.25) for t in profile.call_times)
+    simulator = Simulator(replace(profile, call_times=times, host_slack_s=0.3))
+    assert simulator.run_host_seconds((1, 2)) == pytest.approx(0.5)
+    # One call: 0.25 s of the host hide in its slack, the device needs 0.1 s more.
+    assert simulator.extra_seconds([(0, 0)]) == pytest.approx(0.1)
+    # Three calls: the host needs 0.75 s, of which 0.3 s are hidden.
+    assert simulator.extra_seconds([(0, 0), (1, 2)]) == pytest.approx(0.45)
+    assert simulator.extra_seconds([]) == 0
 
 
 def test_a_known_chain_by_hand(chain: Callable[..., Profile]) -> None:

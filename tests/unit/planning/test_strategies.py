@@ -83,7 +83,7 @@ def test_interval_of_nothing(chain: Chain) -> None:
 def test_ratio_takes_most_bytes_per_second_first_and_stops_at_the_budget(chain: Chain) -> None:
     profile = chain(5)
     costs = [0.3, 0.1, 0.4, 0.2, 0.5]
-    profile = replace(profile, call_times=tuple(CallTime(c, c, c) for c in costs))
+    profile = replace(profile, call_times=tuple(CallTime(c, c, c, 0.0) for c in costs))
     simulator = Simulator(profile)
     assert saved_bytes(simulator, 2) == 1000
     whole = simulator.peak_bytes([])
@@ -97,7 +97,7 @@ def test_ratio_takes_most_bytes_per_second_first_and_stops_at_the_budget(chain: 
 
 def test_ratio_respects_the_limit_on_seconds(chain: Chain) -> None:
     costs = [0.3, 0.1, 0.4, 0.2, 0.5]
-    profile = replace(chain(5), call_times=tuple(CallTime(c, c, c) for c in costs))
+    profile = replace(chain(5), call_times=tuple(CallTime(c, c, c, 0.0) for c in costs))
     simulator = Simulator(profile)
     choice = choose_ratio(simulator, Request(1, 0.65))
     assert choice is not None

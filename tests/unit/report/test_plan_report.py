@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from memfit.report.plan import MOST_ROWS, group_segments, plan_report, segment_table, summary_line
+from memfit.report.plan import (
+    MOST_ROWS,
+    group_segments,
+    plan_report,
+    segment_table,
+    summary_line,
+)
 from memfit.report.sweep import SweepRow, sweep_data, sweep_table
 from memfit.report.terminal import budget_word, note_lines, span_name
 from memfit.units import parse_bytes

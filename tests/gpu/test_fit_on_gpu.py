@@ -1,0 +1,101 @@
+"""A fit on a GPU: the cap holds, predictions are near, numbers are the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memfit
+from memfit.errors import InfeasibleError
+from memfit.measure.cuda_allocator import settle_optimizer_state
+from memfit.measure.memory import memory_cap
+from memfit.measure.step import run_step
+from memfit.targets import resolve_target
+
+ENCODER = {"n_layer": "8", "n_embd": "256", "n_head": "4", "n_ff": "1024", "vocab_size": "2000"}
+GPT2 = {"n_layer": "6", "n_embd": "256", "n_head": "4", "vocab_size": "4000"}
+
+
+def encoder(**options: object) -> memfit.Workload:
+    return resolve_target("encoder", device="cuda", batch=32, seq=256, overrides=ENCODER, **options)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5])
+def test_the_budget_holds_under_the_cap(share: float) -> None:
+    workload = encoder()
+    profile = memfit.profile(workload)
+    assert profile.baseline is not None
+    static = profile.graph.fixed_bytes
+    budget = int(static + share * (profile.baseline.peak_bytes - static))
+    with memfit.fit_workload(workload, budget, steps=5) as fitted:
+        result = fitted.result
+        assert result.measured.peak_reserved_bytes <= budget
+        assert result.measured.retries == 0
+        assert abs(result.peak_error) < 0.03
+        assert result.numerics.bitwise_vs_unplanned
+        with memory_cap(workload.device, budget):
+            for _ in range(3):
+                fitted.step(workload.batch)
+
+
+def test_the_plain_step_goes_out_of_memory_under_the_same_cap() -> None:
+    workload = encoder()
+    profile = memfit.profile(workload)
+    assert profile.baseline is not None
+    static = profile.graph.fixed_bytes
+    budget = int(static + 0.5 * (profile.baseline.peak_bytes - static))
+    with memory_cap(workload.device, budget), pytest.raises(torch.OutOfMemoryError):
+        run_step(workload)
+
+
+def test_profiling_works_where_the_plain_step_does_not_fit() -> None:
+    workload = encoder()
+    free = memfit.profile(workload)
+    assert free.baseline is not None
+    static = free.graph.fixed_bytes
+    budget = int(static + 0.6 * (free.baseline.peak_bytes - static))
+    with memory_cap(workload.device, budget):
+        capped = memfit.profile(workload)
+        assert capped.baseline is None
+        with memfit.fit_workload(workload, budget, steps=3) as fitted:
+            assert not fitted.result.baseline.measured
+            assert fitted.result.measured.peak_reserved_bytes <= budget
+            error = fitted.result.baseline.peak_bytes / free.baseline.peak_bytes - 1
+            assert abs(error) < 0.03
+
+
+def test_an_impossible_budget_names_the_minimum_and_the_minimum_works() -> None:
+    workload = encoder()
+    with pytest.raises(InfeasibleError) as refused:
+        memfit.fit_workload(workload, "40MiB")
+    assert refused.value.minimum_bytes is not None
+    with memfit.fit_workload(workload, int(refused.value.minimum_bytes * 1.02), steps=3) as fitted:
+        assert fitted.result.verdict == "fits"
+
+
+def test_bf16_autocast_with_tied_weights_is_bitwise() -> None:
+    workload = resolve_target(
+        "transformers:gpt2", device="cuda", batch=4, seq=256, dtype="bf16", overrides=GPT2
+    )
+    with memfit.fit_workload(workload, "75%", steps=3) as fitted:
+        numerics = fitted.result.numerics
+        assert numerics.bitwise_vs_unplanned, numerics.note
+
+
+def test_fp16_with_a_scaler_trains() -> None:
+    workload = encoder(dtype="fp16")
+    assert workload.scaler is not None
+    with memfit.fit_workload(workload, "75%", steps=3) as fitted:
+        assert torch.isfinite(fitted.step(workload.batch, clip_norm=1.0))
+
+
+def test_settling_keeps_the_optimizer_state() -> None:
+    workload = encoder()
+    run_step(workload)
+    state = workload.optimizer.state
+    before = {p: {k: v.clone() for k, v in s.items()} for p, s in state.items()}
+    settle_optimizer_state(workload.optimizer, workload.device)
+    for parameter, values in before.items():
+        for key, value in values.items():
+            assert torch.equal(state[parameter][key], value)
+    run_step(workload)

@@ -1,0 +1,63 @@
+"""Timing by turns."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from memfit.measure.call_times import CallClock, medians
+from memfit.measure.timing import Clock, summarise, time_interleaved
+
+CPU = torch.device("cpu")
+
+
+def test_works_take_turns_and_warm_up_is_not_counted() -> None:
+    order: list[str] = []
+    works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
+    times = time_interleaved(works, CPU, rounds=3, warmup=2)
+    assert order == ["a", "b"] * 5
+    assert {name: len(t.samples) for name, t in times.items()} == {"a": 3, "b": 3}
+
+
+def test_the_slower_work_takes_longer() -> None:
+    works = {"long": lambda: time.sleep(0.02), "short": lambda: time.sleep(0.001)}
+    times = time_interleaved(works, CPU, rounds=5)
+    assert times["long"].median_s > 5 * times["short"].median_s
+    assert times["long"].median_s >= 0.02
+
+
+def test_a_limit_stops_after_three_rounds() -> None:
+    rounds = time_interleaved({"a": lambda: time.sleep(0.002)}, CPU, rounds=50, limit_s=0.0)
+    assert len(rounds["a"].samples) == 3
+
+
+def test_median_and_spread() -> None:
+    timing = summarise([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (timing.median_s, timing.spread_s) == (3.0, 1.0)
+    assert timing.samples == (5.0, 1.0, 3.0, 2.0, 4.0)
+    assert summarise([2.0]).spread_s == 0.0
+
+
+def test_medians_are_shared_by_calls_that_are_alike() -> None:
+    readings = [{0: 1.0, 1: 5.0, 2: 7.0}, {0: 3.0, 1: 9.0}]
+    assert medians(readings, [0, 1, 1, 3]) == [2.0, 7.0, 7.0, 0.0]
+
+
+def test_a_call_clock_reads_forward_replay_and_backward() -> None:
+    calls = CallClock(Clock(CPU))
+    x = torch.ones(2, requires_grad=True)
+    first = x * 2
+    calls.watch_backward(0, {"hidden": first, "n": 1})
+    second = first * 3
+    calls.watch_backward(1, second)
+    calls.forward[0] = (1.0, 1.5)
+    calls.replay[1] = (2.0, 2.25)
+    second.sum().backward()
+    calls.end = calls.clock.now()
+    read = calls.read()
+    assert read["forward"] == {0: 0.5}
+    assert read["replay"] == {1: pytest.approx(0.25)}
+    assert list(read["backward"]) == [1, 0], "the last call's gradient arrives first"
+    assert all(seconds >= 0 for seconds in read["backward"].values())

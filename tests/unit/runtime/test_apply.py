@@ -1,0 +1,200 @@
+"""A plan at work on a model, and off it again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import memfit
+from memfit.capture.profile import profile_workload
+from memfit.errors import PlanFileError
+from memfit.ir.plan import Plan
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.apply import Applied
+from memfit.runtime.calls import Route, Router
+from memfit.runtime.recompute import Recompute
+from memfit.runtime.signature import batch_signature, is_no_larger, model_signature
+from memfit.workload import Workload, unwrap
+
+
+def _plan(workload: Workload, strategy: str = "all") -> Plan:
+    return make_plan(profile_workload(workload, rounds=1), Goal(strategy=strategy))
+
+
+def test_apply_as_a_context_manager_restores_everything(
+    zoo: SimpleNamespace, run_numbers: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    plain = zoo.workload(zoo.PreActivationNet, zoo.images)
+    planned = zoo.workload(zoo.PreActivationNet, zoo.images)
+    model = planned.model
+    plan = _plan(planned, "interval")
+    assert plan.inplace_off
+    before = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    with memfit.apply(plan, model, planned.optimizer) as applied:
+        assert applied.router is not None
+        assert not any(block.relu.inplace for block in model.blocks)
+        actual = run_numbers(planned, 2)
+        assert applied.router.engine.replays >= 2
+        assert model.state_dict().keys() == plain.model.state_dict().keys()
+    after = {n: dict(m.__dict__) for n, m in model.named_modules()}
+    assert {n: sorted(d) for n, d in after.items()} == {n: sorted(d) for n, d in before.items()}
+    assert all(block.relu.inplace for block in model.blocks)
+    assert_same(actual, run_numbers(plain, 2))
+
+
+def test_leaving_by_an_exception_restores_too(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    plan = _plan(workload)
+    with pytest.raises(ValueError, match="mine"), memfit.apply(plan, workload.model):
+        assert "forward" in workload.model.blocks[0].__dict__
+        raise ValueError("mine")
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+
+def test_a_forward_that_the_user_replaced_comes_back(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    block = workload.model.blocks[0]
+    original, calls = block.forward, []
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return original(x)
+
+    block.forward = mine
+    plan = _plan(workload)
+    calls.clear()
+    with memfit.apply(plan, workload.model):
+        workload.compute_loss().backward()
+    assert len(calls) == 2, "in the forward and in its replay"
+    assert block.forward is mine
+
+
+def test_apply_can_be_entered_again_and_undo_twice_is_harmless(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    applied = memfit.apply(_plan(workload), workload.model)
+    for _ in range(2):
+        with applied:
+            workload.compute_loss().backward()
+    applied.undo()
+    applied.undo()
+    assert applied.router is None
+
+
+def test_a_saved_plan_runs_as_the_one_that_was_made(
+    zoo: SimpleNamespace,
+    tmp_path: Path,
+    run_numbers: Callable[..., Any],
+    assert_same: Callable[..., None],
+) -> None:
+    plain, planned = zoo.workload(zoo.CountingNet), zoo.workload(zoo.CountingNet)
+    _plan(planned).save(tmp_path / "plan.json")
+    plan = memfit.Plan.load(tmp_path / "plan.json")
+    assert any(s.mutated_buffers for s in plan.segments)
+    with memfit.apply(plan, planned.model) as applied:
+        actual = run_numbers(planned, 2)
+        assert applied.router is not None and applied.router.engine.replays
+    assert_same(actual, run_numbers(plain, 2))
+
+
+def test_a_plan_for_a_model_called_twice(
+    zoo: SimpleNamespace, run_numbers: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    def contrast(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) - model(batch.flip(0))).square().mean()
+
+    plain, planned = (zoo.workload(zoo.Siamese, loss=contrast) for _ in range(2))
+    plan = _plan(planned)
+    assert plan.model_calls == 2
+    with memfit.apply(plan, planned.model) as applied:
+        actual = run_numbers(planned, 2)
+        assert applied.router is not None
+        assert applied.router.engine.replays == 2 * 6
+    assert_same(actual, run_numbers(plain, 2))
+
+
+def test_plans_for_something_else_are_refused(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    plan = _plan(workload)
+    with pytest.raises(PlanFileError, match="modules or parameter shapes differ") as refusal:
+        memfit.apply(plan, zoo.Stack(blocks=3))
+    assert refusal.value.hint and refusal.value.exit_code == 2
+    with pytest.raises(PlanFileError, match="modules or parameter shapes differ"):
+        memfit.apply(plan, zoo.Stack(width=32))
+    with pytest.raises(PlanFileError, match=r"made with torch 1\.0"):
+        memfit.apply(replace(plan, torch="1.0"), workload.model)
+    with pytest.raises(PlanFileError, match="no module 'stem'"):
+        Applied(plan, nn.Linear(2, 2)).install()
+    memfit.apply(replace(plan, torch=plan.torch.split("+")[0] + "+cu130"), workload.model)
+
+
+def test_a_route_to_missing_modules_is_refused_and_leaves_nothing(zoo: SimpleNamespace) -> None:
+    model = zoo.Stack()
+    router = Router(model, Route([("stem", 0, 1), ("tail", 0, 1)]), Recompute([], {}))
+    with pytest.raises(PlanFileError, match="'tail'"):
+        router.install()
+    router.uninstall()
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    if not dist.is_available():
+        pytest.skip("this torch has no distributed package")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("kind", ["Stack", "ConvNet"])
+def test_distributed_data_parallel(
+    zoo: SimpleNamespace,
+    run_numbers: Callable[..., Any],
+    assert_same: Callable[..., None],
+    kind: str,
+) -> None:
+    def build() -> Workload:
+        batch = zoo.images if kind == "ConvNet" else zoo.sequences
+        workload = zoo.workload(getattr(zoo, kind), batch)
+        wrapped = nn.parallel.DistributedDataParallel(workload.model)
+        return replace(workload, model=wrapped)
+
+    plain, planned = build(), build()
+    plan = _plan(planned)
+    assert all(not s.module.startswith("module.") for s in plan.segments)
+    with memfit.apply(plan, planned.model) as applied:
+        actual = run_numbers(planned, 3)
+        assert applied.router is not None and applied.router.engine.replays
+    assert_same(actual, run_numbers(plain, 3))
+
+
+def test_unwrap_and_signatures(zoo: SimpleNamespace) -> None:
+    model = zoo.Stack()
+    compiled = torch.compile(model)
+    assert unwrap(compiled) is model
+    assert model_signature(compiled) == model_signature(model)
+    other = copy.deepcopy(model)
+    assert model_signature(other) == model_signature(model), "values do not matter"
+    other.head.weight.requires_grad_(False)
+    assert model_signature(other) != model_signature(model)
+    assert model_signature(copy.deepcopy(model).double()) != model_signature(model)
+
+
+def test_batch_signatures_and_sizes() -> None:
+    batch = {"x": torch.zeros(4, 8), "n": 3}
+    assert batch_signature(batch) == "float32[4, 8] int"
+    assert is_no_larger({"x": torch.zeros(2, 8), "n": 9}, batch)
+    assert not is_no_larger({"x": torch.zeros(5, 8), "n": 3}, batch)
+    assert not is_no_larger({"x": torch.zeros(4, 8, dtype=torch.float64), "n": 3}, batch)
+    assert not is_no_larger({"x": torch.zeros(4, 8, 1), "n": 3}, batch)
+    assert not is_no_larger({"x": 3, "n": 3}, batch)
+    assert not is_no_larger([torch.zeros(4, 8), 3], batch)

@@ -1,0 +1,162 @@
+"""The checks must notice what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.capture.profile import profile_workload
+from memfit.measure.timing import Timing
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime import recompute
+from memfit.runtime.apply import Applied
+from memfit.runtime.random_state import RandomState
+from memfit.verify.budget import check_budget
+from memfit.verify.numerics import Numbers, check_numerics, compare, deterministic
+from memfit.verify.speed import Speed, compare_speed
+from memfit.workload import Workload
+
+
+def _applied(workload: Workload, strategy: str = "all") -> Applied:
+    profile = profile_workload(workload, rounds=1)
+    return Applied(make_plan(profile, Goal(strategy=strategy)), workload.model)
+
+
+def test_equal_numbers_are_called_equal(zoo: SimpleNamespace) -> None:
+    for kind, batch in (("Stack", zoo.sequences), ("ConvNet", zoo.images)):
+        workload = zoo.workload(getattr(zoo, kind), batch)
+        numerics = check_numerics(workload, _applied(workload))
+        assert numerics.bitwise_vs_unplanned
+        assert (numerics.loss_max_abs_diff, numerics.grad_max_rel_diff) == (0.0, 0.0)
+        assert numerics.note is None
+
+
+def test_a_replay_with_other_random_numbers_is_noticed(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = zoo.workload(lambda: zoo.Stack(dropout=0.5))
+    applied = _applied(workload)
+
+    @contextmanager
+    def not_replayed(self: RandomState) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(RandomState, "replayed", not_replayed)
+    numerics = check_numerics(workload, applied)
+    assert not numerics.bitwise_vs_unplanned
+    assert numerics.grad_max_rel_diff > 1e-3
+    assert numerics.loss_max_abs_diff == 0.0, "the forward is right, only gradients are wrong"
+    assert numerics.note is None, "the model itself repeats"
+
+
+def test_statistics_updated_twice_are_noticed(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = zoo.workload(zoo.ConvNet, zoo.images)
+    applied = _applied(workload)
+
+    @contextmanager
+    def not_frozen(module: nn.Module) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(recompute, "frozen_statistics", not_frozen)
+    numerics = check_numerics(workload, applied)
+    assert not numerics.bitwise_vs_unplanned
+
+
+def test_a_model_that_does_not_repeat_itself_is_named(zoo: SimpleNamespace) -> None:
+    calls = [0]
+
+    def drifting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return zoo.squared(model, batch) * (1 + 0.1 * calls[0])
+
+    workload = zoo.workload(zoo.Stack, loss=drifting)
+    numerics = check_numerics(workload, _applied(workload))
+    assert not numerics.bitwise_vs_unplanned
+    assert numerics.note is not None and "does not repeat itself either" in numerics.note
+
+
+def test_comparing_leaves_the_workload_as_it_was(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.ConvNet, zoo.images)
+    applied = _applied(workload)
+    before = {n: t.clone() for n, t in workload.model.state_dict().items()}
+    state = torch.get_rng_state()
+    check_numerics(workload, applied)
+    check_budget(workload, applied, 10**12)
+    compare_speed(workload, applied, steps=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in workload.model.state_dict().items())
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+    assert not workload.optimizer.state
+
+
+def _numbers(loss: float = 1.0, grad: float = 2.0, buffer: int = 3) -> Numbers:
+    return Numbers(
+        torch.tensor(loss), {"w": torch.tensor([grad, 4.0])}, {"n": torch.tensor(buffer)}
+    )
+
+
+def test_compare() -> None:
+    assert compare(_numbers(), _numbers()).bitwise_vs_unplanned
+    loss = compare(_numbers(), _numbers(loss=1.5))
+    assert (loss.bitwise_vs_unplanned, loss.loss_max_abs_diff) == (False, 0.5)
+    grad = compare(_numbers(), _numbers(grad=2.4))
+    assert not grad.bitwise_vs_unplanned
+    assert grad.grad_max_rel_diff == pytest.approx(0.1)
+    assert not compare(_numbers(), _numbers(buffer=4)).bitwise_vs_unplanned
+    nan = float("nan")
+    assert compare(_numbers(grad=nan), _numbers(grad=nan)).bitwise_vs_unplanned
+    assert not compare(_numbers(), _numbers(grad=nan)).bitwise_vs_unplanned
+    missing = Numbers(torch.tensor(1.0), {}, {"n": torch.tensor(3)})
+    assert not compare(_numbers(), missing).bitwise_vs_unplanned
+    reshaped = Numbers(torch.tensor(1.0), {"w": torch.zeros(3)}, {"n": torch.tensor(3)})
+    assert compare(_numbers(), reshaped).grad_max_rel_diff == float("inf")
+
+
+def test_deterministic_is_put_back() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_budget_check_measures_the_planned_step(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
+    profile = profile_workload(workload, rounds=1)
+    plan = make_plan(profile, Goal(strategy="all"))
+    planned = Applied(plan, workload.model)
+    free = check_budget(workload, planned, None)
+    assert free.holds and free.peak is not None
+    assert free.peak.bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.02)
+    assert profile.baseline is not None
+    assert free.peak.bytes < 0.9 * profile.baseline.peak_bytes
+    exact = check_budget(workload, planned, free.peak.bytes)
+    assert exact.holds
+    short = check_budget(workload, planned, free.peak.bytes - 1000)
+    assert not short.holds
+    assert short.over_bytes == pytest.approx(1000, abs=100)
+
+
+def test_speed_compares_planned_with_plain(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
+    planned = _applied(workload)
+    speed = compare_speed(workload, planned, steps=3)
+    assert speed.ratio is not None and 0.6 < speed.ratio < 5
+    assert speed.same_code_ratio is not None and 0.3 < speed.same_code_ratio < 3
+    alone = compare_speed(workload, planned, steps=1, baseline=False)
+    assert (alone.ratio, alone.same_code_ratio, alone.plain) == (None, None, None)
+
+
+def test_ratios() -> None:
+    def timing(seconds: float) -> Timing:
+        return Timing(seconds, 0.0, (seconds,))
+
+    speed = Speed(timing(3.0), timing(2.0), timing(2.2))
+    assert (speed.ratio, speed.same_code_ratio) == (1.5, pytest.approx(1.1))
