@@ -15,6 +15,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Predicted, Result
 from memfit.measure.cuda_allocator import prefer_expandable_segments
+from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
@@ -64,7 +65,8 @@ def plan(
     InfeasibleError names the smallest possible budget and what stands in the way.
     """
     if budget is not None:
-        check_budget_text(budget)
+        facts = what.device if isinstance(what, Profile) else device_facts(what.device)
+        check_budget_text(budget, facts)
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
     measured = what if isinstance(what, Profile) else profile(what, segments=segments)
     if budget is None and activation_reduction is None and strategy == "optimal":
@@ -126,7 +128,7 @@ def fit_workload(
     if activation_reduction is not None and budget == "auto":
         budget = None
     if budget is not None:
-        check_budget_text(budget)
+        check_budget_text(budget, device_facts(workload.device))
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
     if plan is not None:
         check_plan_for(plan, workload)

@@ -16,9 +16,6 @@ from torch.nn import functional as F
 from memfit.workload import Workload
 
 torch.set_num_threads(1)  # the models are too small to be shared between cores
-# Every recording collects garbage first: do not look through all that is imported each time.
-gc.collect()
-gc.freeze()
 
 WIDTH = 16
 
@@ -288,6 +285,13 @@ def workload(
     torch.manual_seed(0)
     built = model()
     return Workload(built, loss, optimizer(built.parameters(), lr=0.01), batch())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage() -> None:
+    """Every recording collects garbage first: let it not look through all imports each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -44,12 +44,25 @@ class Baseline:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """A mapped stretch of an allocator's segment: where it lies, and whether it is free."""
+
+    address: int
+    bytes: int
+    free: bool
+
+
+@dataclass(frozen=True)
 class AllocatorStart:
-    """What the CUDA allocator holds before a step, and its free blocks among static tensors."""
+    """What the CUDA allocator holds before a step.
+
+    `small` and `large` lay out its two growing segments; `holes` are free blocks elsewhere.
+    """
 
     reserved_bytes: int
-    small_holes: tuple[int, ...]
-    large_holes: tuple[int, ...]
+    small: tuple[Placed, ...] = ()
+    large: tuple[Placed, ...] = ()
+    holes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

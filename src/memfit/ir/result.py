@@ -12,12 +12,16 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Numerics:
-    """How the planned step's numbers compare with the unplanned step's."""
+    """How the planned step's numbers compare with the unplanned step's.
+
+    `repeatable` is False when the unplanned step differs from itself too.
+    """
 
     bitwise_vs_unplanned: bool
     loss_max_abs_diff: float
     grad_max_rel_diff: float
     error_vs_reference: dict[str, float] | None = None
+    repeatable: bool = True
     note: str | None = None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.ir.profile import AllocatorStart
+from memfit.ir.profile import AllocatorStart, Placed
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -36,20 +36,32 @@ def allocator_start(device: torch.device) -> AllocatorStart | None:
         return None
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    holes: dict[str, list[int]] = {"small": [], "large": []}
-    expandable = False
+    layouts: dict[str, list[Placed]] = {"small": [], "large": []}
+    holes: list[int] = []
     for segment in torch.cuda.memory_snapshot():
-        if segment["device"] == device.index:
-            expandable |= bool(segment.get("is_expandable"))
-            free = [b["size"] for b in segment["blocks"] if b["state"] == "inactive"]
-            holes[segment["segment_type"]] += free
-    if not expandable:
+        if segment["device"] != device.index:
+            continue
+        for block in segment["blocks"]:
+            free = block["state"] == "inactive"
+            if segment.get("is_expandable"):
+                placed = Placed(block["address"], block["size"], free)
+                layouts[segment["segment_type"]].append(placed)
+            elif free:
+                holes.append(block["size"])
+    if not any(layouts.values()):
         return None
     return AllocatorStart(
         torch.cuda.memory_reserved(device),
-        tuple(sorted(holes["small"])),
-        tuple(sorted(holes["large"])),
+        _from_zero(layouts["small"]),
+        _from_zero(layouts["large"]),
+        tuple(sorted(holes)),
     )
+
+
+def _from_zero(layout: list[Placed]) -> tuple[Placed, ...]:
+    layout = sorted(layout, key=lambda p: p.address)
+    base = layout[0].address if layout else 0
+    return tuple(Placed(p.address - base, p.bytes, p.free) for p in layout)
 
 
 def settle_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

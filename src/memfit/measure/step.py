@@ -113,7 +113,8 @@ def explained_errors(workload: Workload) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that a device has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError)
+    cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return cpu or isinstance(error, torch.OutOfMemoryError)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memfit.errors import UsageError
-from memfit.ir.profile import Profile
-from memfit.planning.simulate import Simulator
+from memfit.ir.profile import DeviceFacts, Profile
+from memfit.planning.simulate import simulator_of
 from memfit.units import format_bytes, parse_bytes
 
 AUTO_SHARE = 0.97  # of the free device memory: "auto" leaves 3 % to everyone else
@@ -16,26 +16,18 @@ def resolve_budget(budget: str | int, profile: Profile) -> int:
         return int(AUTO_SHARE * profile.device.free_bytes)
     if isinstance(budget, str) and budget.strip().endswith("%"):
         return round(_share(budget) * baseline_peak_bytes(profile))
-    size = parse_bytes(budget)
-    check_bytes(size)
-    capacity = profile.device.capacity_bytes
-    if size > capacity:
-        raise UsageError(
-            f"the budget of {format_bytes(size)} is more than the {format_bytes(capacity)} that "
-            f"{profile.device.name} has",
-            hint='budget "auto" takes what is free',
-        )
-    return size
+    check_budget_text(budget, profile.device)
+    return parse_bytes(budget)
 
 
 def baseline_peak_bytes(profile: Profile) -> int:
     """The unplanned step's peak: measured, or simulated when it does not fit."""
     if profile.baseline is not None:
         return profile.baseline.peak_bytes
-    return Simulator(profile).peak_bytes([])
+    return simulator_of(profile).peak_bytes([])
 
 
-def check_budget_text(budget: str | int) -> None:
+def check_budget_text(budget: str | int, device: DeviceFacts | None = None) -> None:
     """Raise UsageError for a budget that can mean nothing, before anything is measured."""
     if isinstance(budget, str):
         text = budget.strip()
@@ -44,7 +36,14 @@ def check_budget_text(budget: str | int) -> None:
         if text.endswith("%"):
             _share(text)
             return
-    check_bytes(parse_bytes(budget))
+    size = parse_bytes(budget)
+    check_bytes(size)
+    if device is not None and size > device.capacity_bytes:
+        raise UsageError(
+            f"the budget of {format_bytes(size)} is more than the "
+            f"{format_bytes(device.capacity_bytes)} that {device.name} has",
+            hint='budget "auto" takes what is free',
+        )
 
 
 def check_bytes(size: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import KEEP, RECOMPUTE, Plan, Prediction, SegmentPlan
 from memfit.ir.profile import Profile
 from memfit.planning import optimal
 from memfit.planning.reserved import reserved_bytes
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.simulate import Run, Simulator, simulator_of
 from memfit.planning.strategies import (
     STRATEGIES,
     Choice,
@@ -61,7 +62,7 @@ class Goal:
 def make_plan(profile: Profile, goal: Goal) -> Plan:
     """Return the plan that the goal's strategy finds; raise InfeasibleError when none is."""
     started = time.perf_counter()
-    simulator = Simulator(profile)
+    simulator = simulator_of(profile)
     unplanned = simulator.peak_bytes([])
     budget = _budget(profile, goal, unplanned)
     limit_s = float("inf")
@@ -92,7 +93,7 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
 
 def minimum_feasible(profile: Profile) -> tuple[int, tuple[Run, ...]]:
     """The smallest budget that any plan holds, and its runs."""
-    simulator = Simulator(profile)
+    simulator = simulator_of(profile)
     smallest = _smallest(simulator)
     return held_bytes(simulator, smallest.runs, smallest.trim), smallest.runs
 
@@ -144,19 +145,17 @@ def _tightened(
     return choice
 
 
+@lru_cache(maxsize=2)
 def _smallest(simulator: Simulator) -> Choice:
     """The choice that needs the smallest budget, among those with the lowest peaks."""
     lowest = optimal.smallest(simulator).runs
-    candidates = [lowest]
     if simulator.profile.allocator is None:
         return Choice(lowest)
-    peak = simulator.peak_bytes(lowest)
-    for share in (1.02, 1.05, 1.1):
-        solution = optimal.fastest(simulator, int(peak * share))
-        if solution is not None:
-            candidates.append(solution.runs)
+    roomier = optimal.fastest(simulator, int(1.04 * simulator.peak_bytes(lowest)), time_limit_s=3)
     free = Request(None, float("inf"))
-    candidates += [choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
+    candidates = [lowest, choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
+    if roomier is not None:
+        candidates.append(roomier.runs)
     choices = [Choice(runs, trim=trim) for runs in candidates for trim in (False, True)]
     return min(choices, key=lambda c: held_bytes(simulator, c.runs, c.trim))
 
@@ -170,7 +169,7 @@ def blocking_tensors(simulator: Simulator, runs: Sequence[Run], most: int = 5) -
         if block.call >= 0:
             where = simulator.graph.calls[block.call].name
         else:
-            where = "outside the segments" if block.birth < simulator.graph.forward_end else ""
+            where = "code between segments" if block.birth < simulator.graph.forward_end else ""
         key = (block.category, where, block.origin.removeprefix("aten::"))
         groups[key] = groups.get(key, 0) + block.bytes
     static = [((name, "", ""), n) for name, n in simulator.graph.static.items() if n]

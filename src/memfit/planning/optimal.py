@@ -67,14 +67,26 @@ def _program(simulator: Simulator) -> _Program:
 
 
 class _Program:
-    """Columns: one per run, one per set of holders, the seconds added, and the peak."""
+    """Columns: runs, counts of recomputed calls, sets of holders, the seconds added, the peak.
+
+    Calls that are alike cost the same, so what matters is how many of them are recomputed: a whole
+    number per kind lets the solver settle that first and not try every choice of which.
+    """
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.runs = simulator.graph.runs(longest_run(simulator))
         self.rows = MemoryRows(simulator, self.runs)
-        self.seconds = np.array([simulator.run_seconds(run) for run in self.runs])
-        self.host = np.array([simulator.run_host_seconds(run) for run in self.runs])
+        calls = simulator.graph.calls
+        costs = [
+            (simulator.run_seconds((c, c)), simulator.run_host_seconds((c, c)))
+            for c in range(len(calls))
+        ]
+        self.kinds = sorted(set(costs))
+        self.members = np.zeros((len(self.kinds), len(self.runs)))
+        for number, (first, last) in enumerate(self.runs):
+            for cost in costs[first : last + 1]:
+                self.members[self.kinds.index(cost), number] += 1
         everything = [(c, c) for c in range(len(simulator.graph.calls))]
         self.total_s = max(simulator.extra_seconds(everything), 1e-9)
         self.scale = max(simulator.peak_bytes([]), 1)
@@ -157,17 +169,19 @@ class _Program:
         for row in self.memory:
             for holders in row.shared:
                 self.holders.setdefault(holders, len(self.holders))
-        runs, columns = len(self.runs), len(self.runs) + len(self.holders) + 2
+        runs, counts = len(self.runs), len(self.runs) + len(self.kinds)
+        columns = counts + len(self.holders) + 2
         seconds, peak = columns - 2, columns - 1
         matrix, upper = self._constraints(columns)
         cost = np.zeros(columns)
         cost[seconds] = PEAK_WEIGHT if budget is None else 1.0
         cost[peak] = 1.0 if budget is None else PEAK_WEIGHT
         high = np.ones(columns)
+        high[runs:counts] = np.inf
         high[seconds] = np.inf
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
-        integral[:runs] = 1
+        integral[:counts] = 1
         result = milp(
             cost,
             integrality=integral,
@@ -186,14 +200,18 @@ class _Program:
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one run."""
-        offset, seconds, peak = len(self.runs), columns - 2, columns - 1
+        runs, offset = len(self.runs), len(self.runs) + len(self.kinds)
+        seconds, peak = columns - 2, columns - 1
         entries: list[tuple[int, int, float]] = []
         upper: list[float] = []
-        for costs, slack_s in (
-            (self.seconds, 0.0),
-            (self.host, self.simulator.profile.host_slack_s),
-        ):
-            entries.extend((len(upper), r, cost / self.total_s) for r, cost in enumerate(costs))
+        for kind, members in enumerate(self.members):
+            for run in np.flatnonzero(members):
+                entries.append((len(upper), int(run), float(members[run])))
+            entries.append((len(upper), runs + kind, -1.0))
+            upper.append(0.0)
+        for who, slack_s in enumerate((0.0, self.simulator.profile.host_slack_s)):
+            for kind, cost in enumerate(self.kinds):
+                entries.append((len(upper), runs + kind, cost[who] / self.total_s))
             entries.append((len(upper), seconds, -1.0))
             upper.append(slack_s / self.total_s)
         for row in self.memory:

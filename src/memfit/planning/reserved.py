@@ -3,7 +3,7 @@
 Follows torch's caching allocator with expandable segments: requests up to 1 MiB and larger ones
 have a segment each that grows by pages; a request takes the smallest free block it fits in, lowest
 address first, and splits it; freed neighbours merge; what is mapped stays mapped. Limits: one
-stream, and a start where everything static lies compactly (see `settle_optimizer_state`).
+stream, and a start laid out as when it was profiled (see `settle_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from memfit.ir.profile import Placed
 from memfit.planning.simulate import Run, Simulator
 
 MIB = 2**20
@@ -31,8 +32,9 @@ def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False
     start = simulator.profile.allocator
     if start is None:
         return None
-    small = _Segment(SMALL_PAGE, start.small_holes)
-    large = _Segment(LARGE_PAGE, start.large_holes)
+    holes = start.holes
+    small = _Segment(SMALL_PAGE, start.small, [h for h in holes if h <= SMALL_REQUEST])
+    large = _Segment(LARGE_PAGE, start.large, [h for h in holes if h > SMALL_REQUEST])
     places: dict[Key, tuple[_Segment, int]] = {}
     highest = 0
     for key, size in allocation_sequence(simulator, runs):
@@ -98,16 +100,22 @@ def _replayed(sim: Simulator, run: Run, survivors: set[int]) -> Iterator[tuple[K
 class _Segment:
     """An expandable segment: free blocks by size, neighbours by address, unmapped pages."""
 
-    def __init__(self, page: int, static_holes: Sequence[int]) -> None:
+    def __init__(self, page: int, layout: Sequence[Placed], holes: Sequence[int]) -> None:
         self.page = page
-        self.mapped = 0
+        self.mapped = 0  # pages more than at the start
         self._top = 0  # addresses from here on were never used
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._size_at: dict[int, int] = {}  # free block by its first address
         self._start_of: dict[int, int] = {}  # and by the address after its end
         self._unmapped: dict[int, int] = {}  # address -> size of pages given back
+        for placed in layout:
+            if placed.address > self._top:
+                self._unmapped[self._top] = placed.address - self._top
+            if placed.free:
+                self._add(placed.address, placed.bytes)
+            self._top = placed.address + placed.bytes
         below = 0
-        for hole in static_holes:  # between static tensors: apart from each other and the rest
+        for hole in holes:  # elsewhere: apart from each other and the rest
             below -= hole + 1
             self._add(below, hole)
 

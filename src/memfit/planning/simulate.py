@@ -42,6 +42,14 @@ class Replay:
     state_bytes: int
 
 
+def simulator_of(profile: Profile) -> Simulator:
+    """The simulator of a profile; the last one made is kept, with what was solved for it."""
+    global _latest
+    if _latest is None or _latest.profile is not profile:
+        _latest = Simulator(profile)
+    return _latest
+
+
 class Simulator:
     """Predicts timelines, peaks and seconds of one profiled step."""
 
@@ -228,3 +236,6 @@ class Simulator:
             peak_bytes=int(np.cumsum(change).max()),
             state_bytes=sum(c.state_bytes for c in calls),
         )
+
+
+_latest: Simulator | None = None

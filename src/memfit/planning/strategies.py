@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from memfit.planning import optimal
 from memfit.planning.simulate import Run, Simulator
 
@@ -108,11 +110,10 @@ def worthwhile_calls(simulator: Simulator) -> list[int]:
 
 
 def saved_bytes(simulator: Simulator, call: int) -> int:
-    """Bytes that the call alone keeps from forward to backward."""
-    held = simulator.hold_call == call
-    blocks = simulator.hold_block[held]
-    own = simulator.call[blocks] == call
-    return int(simulator.bytes[blocks[own]].sum())
+    """Bytes the call keeps from forward to backward; a block counts for its first holder only."""
+    first = np.full(len(simulator.bytes), len(simulator.graph.calls))
+    np.minimum.at(first, simulator.hold_block, simulator.hold_call)
+    return int(simulator.bytes[first == call].sum())
 
 
 def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Run, ...]]:

@@ -55,8 +55,8 @@ def numbers_agree(numerics: Numerics) -> bool:
 
 
 def repeats_itself(numerics: Numerics) -> bool:
-    """Whether two runs of the unplanned step gave the same numbers."""
-    return numerics.note is None or "does not repeat itself" not in numerics.note
+    """Whether the unplanned step gives the same numbers twice, so that they can be compared."""
+    return numerics.repeatable
 
 
 def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) -> list[Text]:

@@ -20,7 +20,7 @@ def loss_fn(model, batch):  # one number that training lowers
 
 
 # --batch and --device on the command line arrive here; other parameters come from --set.
-def workload(batch=64, device="cuda" if torch.cuda.is_available() else "cpu", width=512):
+def workload(batch=4096, device="cuda" if torch.cuda.is_available() else "cpu", width=512):
     layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(8)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10)).to(device)  # your model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -85,7 +85,8 @@ def test_ratio_takes_most_bytes_per_second_first_and_stops_at_the_budget(chain: 
     costs = [0.3, 0.1, 0.4, 0.2, 0.5]
     profile = replace(profile, call_times=tuple(CallTime(c, c, c, 0.0) for c in costs))
     simulator = Simulator(profile)
-    assert saved_bytes(simulator, 2) == 1000
+    # Its own 1000 bytes and its input, which nobody saved before it.
+    assert [saved_bytes(simulator, c) for c in range(3)] == [1000, 1100, 1100]
     whole = simulator.peak_bytes([])
     one = choose_ratio(simulator, Request(whole - 1, float("inf")))
     assert one is not None and one.runs == ((1, 1),)

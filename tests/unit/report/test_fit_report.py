@@ -59,7 +59,7 @@ def test_summary_is_one_line(result):
         (Numerics(False, 0.1, 0.2), False, "NOT identical"),
         (Numerics(False, 0.1, 0.2, note="the unplanned step does not fit"), False, "NOT identical"),
         (
-            Numerics(False, 0.1, 0.2, note="it does not repeat itself either"),
+            Numerics(False, 0.1, 0.2, repeatable=False, note="it does not repeat itself"),
             True,
             "not comparable",
         ),

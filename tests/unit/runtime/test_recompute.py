@@ -372,6 +372,26 @@ def test_an_evaluation_between_the_calls_of_two_steps_shifts_nothing(
         assert torch.equal(p.grad, q.grad), name
 
 
+def test_an_evaluation_between_the_two_calls_of_one_step_shifts_nothing(
+    zoo: SimpleNamespace, recomputing: Callable[..., Any]
+) -> None:
+    workload = zoo.workload(zoo.Siamese, loss=_twice)
+    model, batch = workload.model, workload.batch
+    counts = [0]
+    # Only blocks of the second call of the model are recomputed.
+    with recomputing(workload, runs=[(6, 6), (7, 8)]) as engine:
+        first = model(batch)
+        model.eval()
+        with torch.no_grad():
+            model(batch)
+        model.train()
+        model.stack.blocks[0].up.register_forward_hook(lambda *_: counts.append(1))
+        second = model(batch.flip(0))
+        (first - second).square().mean().backward()
+    assert engine.replays == 2
+    assert sum(counts) == 2, "the second call of the block ran, and was repeated"
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["blocks.1", "blocks.2.down", "head"])
 def test_an_exception_in_the_middle_leaves_the_model_usable(
@@ -398,6 +418,27 @@ def test_an_exception_in_the_middle_leaves_the_model_usable(
         (x * x).sum().backward()
         assert torch.equal(x.grad, torch.full((3,), 2.0))
         assert_same(run_numbers(planned, 2), run_numbers(plain, 2))
+
+
+def test_an_exception_in_a_block_of_a_model_that_is_never_called(
+    zoo: SimpleNamespace, recomputing: Callable[..., Any]
+) -> None:
+    """No call of the model will tell that the step is over: the block itself must clean up."""
+    workload = zoo.workload(zoo.Stack, loss=_direct)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("in the middle")
+
+    with recomputing(workload, runs=[(1, 3)]):
+        hook = workload.model.blocks[1].up.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="in the middle"):
+            workload.compute_loss()
+        hook.remove()
+        # With the hooks of the broken run still there, this backward would repeat the run.
+        x = torch.ones(3, requires_grad=True)
+        y = x.exp()
+        y.sum().backward()
+        assert torch.equal(x.grad, y)
 
 
 def test_an_exception_in_the_loss_leaves_the_model_usable(

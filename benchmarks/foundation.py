@@ -1,0 +1,354 @@
+"""Budgets held, predictions beside measurements, and plain checkpointing beside memfit, on a GPU.
+
+    PYTHONPATH=src python3 benchmarks/foundation.py -o benchmarks/results/foundation.json
+
+Each workload is fitted at static + 75, 50 and 35 % of (peak - static): measured under the hard cap,
+numbers compared, time interleaved with the plain step. Then torch.utils.checkpoint on half and on
+all blocks is timed in turn with a memfit plan of the same peak. Finished rows in the output file
+are kept, so a run that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit.errors import InfeasibleError
+from memfit.ir.profile import Profile
+from memfit.measure.device import device_facts
+from memfit.measure.memory import measure_peak
+from memfit.measure.step import run_step, untouched
+from memfit.measure.timing import time_interleaved
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.apply import Applied
+from memfit.runtime.calls import replaced_forward
+from memfit.targets import resolve_target
+from memfit.verify.budget import check_budget
+from memfit.verify.numerics import check_numerics
+from memfit.verify.speed import compare_speed
+from memfit.workload import Workload
+
+MIB = 2**20
+SHARES = (0.75, 0.5, 0.35)
+WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet50@64": ("torchvision:resnet50", {"batch": 64}),
+    "vit_b_16@64": ("torchvision:vit_b_16", {"batch": 64}),
+    "encoder@256x128": ("encoder", {"batch": 256, "seq": 128}),
+    "resnet152@64": ("torchvision:resnet152", {"batch": 64}),
+    "gpt2-large@8x1024 bf16": (
+        "transformers:gpt2-large",
+        {"batch": 8, "seq": 1024, "dtype": "bf16"},
+    ),
+}
+REDUCTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet50@16": ("torchvision:resnet50", {"batch": 16}),
+    "vit_b_16@16": ("torchvision:vit_b_16", {"batch": 16}),
+}
+Rows = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    """Run what is missing and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("foundation.json"))
+    parser.add_argument("--only", nargs="*", help="names of workloads")
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    report = _load(arguments.output)
+    names = arguments.only or [*WORKLOADS, *REDUCTIONS]
+
+    def save() -> None:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    for name in names:
+        if name in REDUCTIONS and name not in report["reductions"]:
+            report["reductions"][name] = reduce_activations(name, arguments.steps)
+            save()
+    for name in names:
+        if name in WORKLOADS:
+            rows = report["workloads"].setdefault(name, {})
+            fit_and_compare(name, rows, arguments.steps, save)
+            save()
+    table = markdown(report)
+    arguments.output.with_suffix(".md").write_text(table)
+    print(table)
+
+
+def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None]) -> None:
+    """Fill the rows of one workload: its budgets, then the checkpointing peers."""
+    wanted = [f"{share:.0%}" for share in SHARES]
+    if all(key in rows for key in [*wanted, "peers"]):
+        return
+    target, options = WORKLOADS[name]
+    workload = resolve_target(target, device="cuda", **options)
+    begun = time.perf_counter()
+    profile = memfit.profile(workload)
+    rows["profile"] = {"seconds": time.perf_counter() - begun, **_plain(profile)}
+    assert profile.baseline is not None
+    static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
+    if "peers" not in rows:
+        rows["peers"] = beside_checkpointing(workload, profile, steps)
+        save()
+    for share, key in zip(SHARES, wanted, strict=True):
+        if key not in rows:
+            print(name, key, file=sys.stderr)
+            rows[key] = fit_budget(workload, profile, int(static + share * (peak - static)), steps)
+            save()
+    del workload, profile
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def fit_budget(workload: Workload, profile: Profile, budget: int, steps: int) -> dict[str, Any]:
+    """Plan, run under the cap (at most three rounds), compare numbers and time."""
+    goal = Goal(budget_bytes=budget)
+    rounds = 0
+    for _ in range(3):
+        rounds += 1
+        try:
+            plan = make_plan(profile, goal)
+        except InfeasibleError as refusal:
+            return {
+                "budget_bytes": budget,
+                "verdict": "infeasible",
+                "minimum_bytes": refusal.minimum_bytes,
+                "why": refusal.message,
+            }
+        applied = Applied(plan, workload.model)
+        check = check_budget(workload, applied, budget)
+        if check.holds:
+            break
+        goal = replace(goal, margin_bytes=goal.margin_bytes + check.over_bytes)
+    numerics = check_numerics(workload, applied)
+    speed = compare_speed(workload, applied, steps=steps)
+    assert speed.plain is not None
+    measured = check.peak
+    return {
+        "budget_bytes": budget,
+        "verdict": "fits" if check.holds else "over",
+        "rounds": rounds,
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+        "measured_peak_bytes": None if measured is None else measured.bytes,
+        "predicted_reserved_bytes": plan.predicted.reserved_bytes,
+        "measured_reserved_bytes": None if measured is None else measured.reserved_bytes,
+        "retries": None if measured is None else measured.retries,
+        "predicted_step_s": plan.predicted.step_s,
+        "measured_step_s": speed.planned.median_s,
+        "spread_s": speed.planned.spread_s,
+        "plain_step_s": speed.plain.median_s,
+        "same_code_ratio": speed.same_code_ratio,
+        "bitwise": numerics.bitwise_vs_unplanned,
+        "numerics_note": numerics.note,
+        "gap": plan.predicted.gap,
+        "plan_s": plan.plan_s,
+        "trim": plan.trim,
+        "recomputed": sum(s.decision == "recompute" for s in plan.segments),
+        "segments": len(plan.segments),
+        "minimum_feasible_bytes": plan.minimum_feasible_bytes,
+    }
+
+
+def beside_checkpointing(workload: Workload, profile: Profile, steps: int) -> dict[str, Any]:
+    """Time checkpointed halves and wholes in turn with memfit plans of the same peak."""
+    blocks = [c.module for c in profile.graph.calls if not c.leaf and c.pinned is None]
+    chosen = {"half": blocks[: len(blocks) // 2], "all": blocks}
+    live = replace(profile, allocator=None)  # equal live peaks, as the peers are counted
+    works: dict[str, Callable[[], None]] = {"plain": lambda: _plain_step(workload)}
+    rows: dict[str, Any] = {}
+    with untouched(workload):
+        for name, modules in chosen.items():
+            works[f"checkpoint {name}"] = _checkpointed_step(workload, modules)
+            peak = _steady_peak(workload, works[f"checkpoint {name}"])
+            plan = make_plan(live, Goal(budget_bytes=peak))
+            works[f"memfit {name}"] = _planned_step(workload, Applied(plan, workload.model))
+            rows[f"checkpoint {name}"] = {"peak_bytes": peak}
+            planned = _steady_peak(workload, works[f"memfit {name}"])
+            rows[f"memfit {name}"] = {
+                "peak_bytes": planned,
+                "predicted_peak_bytes": plan.predicted.peak_bytes,
+                "predicted_step_s": plan.predicted.step_s,
+            }
+        works["plain again"] = works["plain"]
+        timings = time_interleaved(works, workload.device, rounds=steps, warmup=3)
+    for name, timing in timings.items():
+        rows.setdefault(name, {}).update(step_s=timing.median_s, spread_s=timing.spread_s)
+    return rows
+
+
+def reduce_activations(name: str, steps: int) -> dict[str, Any]:
+    """activation_reduction=0.40, max_slowdown=1.20: estimate beside measurement."""
+    target, options = REDUCTIONS[name]
+    workload = resolve_target(target, device="cuda", **options)
+    try:
+        fitted = memfit.fit_workload(
+            workload, None, activation_reduction=0.40, max_slowdown=1.20, steps=steps
+        )
+    except InfeasibleError as refusal:
+        return {"verdict": "infeasible", "why": refusal.message}
+    result = fitted.result
+    fitted.undo()
+    base, static = result.baseline.peak_bytes, result.baseline.static_bytes
+    return {
+        "verdict": result.verdict,
+        "estimated_cut": (base - result.predicted.peak_bytes) / (base - static),
+        "measured_cut": (base - result.measured.peak_bytes) / (base - static),
+        "saved_bytes": base - result.measured.peak_bytes,
+        "estimated_slowdown": result.predicted.step_s / fitted.plan.baseline_step_s,
+        "measured_slowdown": result.measured.time_ratio,
+        "same_code_ratio": result.measured.same_code_ratio,
+        "segments": sum(s.decision == "recompute" for s in fitted.plan.segments),
+        "bitwise": result.numerics.bitwise_vs_unplanned,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All rows as Markdown tables."""
+    machine = report["machine"]
+    lines = [
+        "# Foundation: budgets, predictions and plain checkpointing",
+        "",
+        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
+        f"Python {machine['python']}. Command: `{report['command']}`",
+        "",
+        "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
+        "held under the cap.",
+        "",
+        "| workload | budget | predicted peak | measured peak | reserved | retries "
+        "| time / plain (predicted) | A/A | bitwise |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in report["workloads"].items():
+        for key, row in rows.items():
+            if key.endswith("%"):
+                lines.append(_budget_line(f"{name} {key}", row))
+    lines += ["", "| workload | system | peak | step | / plain |", "|---|---|---|---|---|"]
+    for name, rows in report["workloads"].items():
+        plain = rows.get("peers", {}).get("plain", {}).get("step_s")
+        for system, row in rows.get("peers", {}).items():
+            peak = f"{row['peak_bytes'] / MIB:.0f} MB" if "peak_bytes" in row else ""
+            if system == "plain":
+                peak = f"{rows['profile']['peak_bytes'] / MIB:.0f} MB"
+            lines.append(
+                f"| {name} | {system} | {peak} | {row['step_s'] * 1e3:.1f} ms "
+                f"± {row['spread_s'] * 1e3:.1f} | {row['step_s'] / plain:.3f} |"
+            )
+    lines += [
+        "",
+        "| activations -40 %, at most +20 % time | cut estimated | cut measured "
+        "| time estimated | time measured | A/A | segments | bitwise |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in report["reductions"].items():
+        if row["verdict"] != "fits":
+            lines.append(f"| {name} | {row['why']} | | | | | | |")
+            continue
+        lines.append(
+            f"| {name} | {row['estimated_cut']:.1%} | {row['measured_cut']:.1%} "
+            f"| {row['estimated_slowdown']:.3f}x | {row['measured_slowdown']:.3f}x "
+            f"| {row['same_code_ratio']:.3f} | {row['segments']} | {row['bitwise']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _budget_line(name: str, row: dict[str, Any]) -> str:
+    budget = f"{row['budget_bytes'] / MIB:.0f} MB"
+    if row["verdict"] == "infeasible":
+        minimum = f"{row['minimum_bytes'] / MIB:.0f} MB"
+        return f"| {name} | {budget} | refused: the minimum is {minimum} | | | | | | |"
+    if row["measured_peak_bytes"] is None:
+        return f"| {name} | {budget} | out of memory under the cap | | | | | | |"
+    error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
+    ratio = row["measured_step_s"] / row["plain_step_s"]
+    predicted = row["predicted_step_s"] / row["plain_step_s"]
+    return (
+        f"| {name} | {budget} | {row['predicted_peak_bytes'] / MIB:.0f} MB "
+        f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "
+        f"| {row['measured_reserved_bytes'] / MIB:.0f} MB, {row['verdict']} | {row['retries']} "
+        f"| {ratio:.3f} ({predicted:.3f}) | {row['same_code_ratio']:.3f} | {row['bitwise']} |"
+    )
+
+
+def _plain(profile: Profile) -> dict[str, Any]:
+    assert profile.baseline is not None
+    return {
+        "peak_bytes": profile.baseline.peak_bytes,
+        "reserved_bytes": profile.baseline.peak_reserved_bytes,
+        "static_bytes": profile.graph.fixed_bytes,
+        "step_s": profile.step_s,
+        "trim_s": profile.trim_s,
+    }
+
+
+def _plain_step(workload: Workload) -> None:
+    run_step(workload)
+
+
+def _planned_step(workload: Workload, applied: Applied) -> Callable[[], None]:
+    def step() -> None:
+        with applied:
+            run_step(workload)
+
+    return step
+
+
+def _checkpointed_step(workload: Workload, modules: list[str]) -> Callable[[], None]:
+    def step() -> None:
+        with _checkpointed(workload.model, modules):
+            run_step(workload)
+
+    return step
+
+
+@contextmanager
+def _checkpointed(model: torch.nn.Module, names: list[str]) -> Iterator[None]:
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced_forward(modules[name], wrap))
+        yield
+
+
+def _steady_peak(workload: Workload, step: Callable[[], None]) -> int:
+    step()
+    return measure_peak(workload, step).bytes
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.exists():
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report
+    facts = device_facts(torch.device("cuda", 0))
+    return {
+        "machine": {
+            "gpu": facts.name,
+            "driver": facts.driver,
+            "torch": facts.torch,
+            "python": platform.python_version(),
+            "memfit": memfit.__version__,
+        },
+        "command": "PYTHONPATH=src python3 benchmarks/foundation.py",
+        "workloads": {},
+        "reductions": {},
+    }
+
+
+if __name__ == "__main__":
+    main()
