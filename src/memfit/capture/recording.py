@@ -67,10 +67,15 @@ def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
 
 
 def recompute_all(
-    workload: Workload, segments: Sequence[Segment], observer: Any = None, trim: bool = False
+    workload: Workload,
+    segments: Sequence[Segment],
+    observer: Any = None,
+    *,
+    trim: bool = False,
+    every: int = 1,
 ) -> Recompute:
-    """The engine that recomputes every segment worth it, each by itself."""
-    runs = [(i, i) for i in recomputed_alone(segments)]
+    """The engine that recomputes every segment worth it (or every n-th of them), each by itself."""
+    runs = [(i, i) for i in recomputed_alone(segments)[::every]]
     modules = segment_modules(workload.model, segments)
     return Recompute(runs, modules, mutated(segments), observer, trim)
 

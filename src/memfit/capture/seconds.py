@@ -45,10 +45,10 @@ class Seconds:
 
 
 def recomputing_all(
-    workload: Workload, segments: Sequence[Segment], trim: bool = False
+    workload: Workload, segments: Sequence[Segment], *, trim: bool = False, every: int = 1
 ) -> AbstractContextManager[Router]:
-    """Run the workload with every segment worth it recomputed."""
-    engine = recompute_all(workload, segments, trim=trim)
+    """Run the workload with every segment worth it recomputed, or every second one."""
+    engine = recompute_all(workload, segments, trim=trim, every=every)
     return routed(workload.model, route_of(segments), engine)
 
 
@@ -73,6 +73,8 @@ class StepTimes:
         works = {"recomputed": self._recomputed_step}
         if self.plain_peak is not None:
             works = {"plain": self._plain_step, **works}
+            if self.workload.device.type == "cuda":
+                works["half"] = self._half_step
         timings = time_interleaved(works, self.workload.device, rounds=rounds, limit_s=30)
         whole = {name: timing.median_s for name, timing in timings.items()}
         if self.workload.device.type == "cuda":
@@ -103,13 +105,20 @@ class StepTimes:
             backward = [max(b - r, 0.0) for b, r in zip(backward, replay, strict=True)]
         replayed = [i for i, seconds in enumerate(replay) if seconds > 0]
         device_s, host_s = sum(device[i] for i in replayed), sum(host[i] for i in replayed)
+        half = replayed[::2]
+        half_load = (sum(device[i] for i in half), sum(host[i] for i in half))
         host = [h or d for h, d in zip(host, device, strict=True)]
         if self.workload.device.type != "cuda":
             host = device = [d * self._stretch(whole, device_s) for d in device]
             slack_s, step_s = 0.0, whole.get("plain", 0.0)
         elif "plain" in whole:
-            extra_s = (whole["recomputed"] - whole["plain"]) / self.accumulate
-            device, host, slack_s = calibrated(device, host, device_s, host_s, extra_s)
+            factors = calibrate(
+                Load(*half_load, self._extra(whole, "half")),
+                Load(device_s, host_s, self._extra(whole, "recomputed")),
+            )
+            device = [d * factors[0] for d in device]
+            host = [h * factors[1] for h in host]
+            slack_s = factors[2]
             step_s = whole["plain"]
         else:
             slack_s = max(host_s - device_s, 0.0)
@@ -123,8 +132,11 @@ class StepTimes:
         """How much more all replays cost the step than their own time."""
         if replayed_s <= 0:
             return 1.0
-        extra_s = (whole["recomputed"] - whole["plain"]) / self.accumulate
-        return min(max(extra_s / replayed_s, 0.5), 4.0)
+        return min(max(self._extra(whole, "recomputed") / replayed_s, 0.5), 4.0)
+
+    def _extra(self, whole: dict[str, float], name: str) -> float:
+        """Seconds that a kind of step takes longer than the plain one, per micro-batch."""
+        return (whole[name] - whole["plain"]) / self.accumulate
 
     def _probe(self, replay: list[float], forward: list[float]) -> list[float]:
         """Seconds the device needs to repeat each call, without waiting for the host."""
@@ -158,6 +170,10 @@ class StepTimes:
         with recomputing_all(self.workload, self.segments):
             run_step(self.workload, accumulate=self.accumulate)
 
+    def _half_step(self) -> None:
+        with recomputing_all(self.workload, self.segments, every=2):
+            run_step(self.workload, accumulate=self.accumulate)
+
     def _trimmed_step(self) -> None:
         with recomputing_all(self.workload, self.segments, trim=True):
             run_step(self.workload, accumulate=self.accumulate)
@@ -178,23 +194,27 @@ class StepTimes:
         return calls.read()
 
 
-def calibrated(
-    device: list[float], host: list[float], device_s: float, host_s: float, extra_s: float
-) -> tuple[list[float], list[float], float]:
-    """Fit the two costs of repeating calls to what repeating all of them was seen to cost.
+@dataclass(frozen=True)
+class Load:
+    """What replaying some of the calls takes by itself, and what it was seen to add to the step."""
 
-    Returns device seconds, host seconds, and the host's slack: the host seconds that vanish
-    behind the device's work in the plain step.
+    device_s: float
+    host_s: float
+    extra_s: float
+
+
+def calibrate(half: Load, all_: Load) -> tuple[float, float, float]:
+    """Fit the costs of replays to what half of them and all of them add to the step.
+
+    A step gets longer by max(device factor x device seconds, host factor x host seconds - slack):
+    the slack is what the host has to spare in the plain step. Returns both factors and the slack.
     """
-    if device_s <= 0 or host_s <= 0:
-        return device, host, 0.0
-    if extra_s <= device_s:  # the device is what all the replays kept busy
-        factor = max(extra_s / device_s, 0.5)
-        return [d * factor for d in device], host, max(host_s - factor * device_s, 0.0)
-    if extra_s <= host_s:  # the host was short, after its slack was used up
-        return device, host, host_s - extra_s
-    factor = min(extra_s / host_s, 4.0)
-    return device, [h * factor for h in host], 0.0
+    device = min(max(all_.extra_s / all_.device_s, 0.5), 1.0) if all_.device_s > 0 else 1.0
+    more_host_s = all_.host_s - half.host_s
+    if more_host_s <= 0:
+        return device, 1.0, all_.host_s
+    host = min(max((all_.extra_s - half.extra_s) / more_host_s, 0.25), 4.0)
+    return device, host, max(host * all_.host_s - all_.extra_s, 0.0)
 
 
 class _Timed:

@@ -52,6 +52,7 @@ class Plan:
     torch: str
     strategy: str
     budget_bytes: int | None
+    counts: str  # what must stay within the budget: "reserved" or "live" bytes
     segments: tuple[SegmentPlan, ...]
     predicted: Prediction
     baseline_peak_bytes: int

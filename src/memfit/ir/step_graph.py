@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other")
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
+FEW_CALLS, LONG_RUNS = 30, (6, 8, 12, 16)
 CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
 
 
@@ -114,14 +115,20 @@ class StepGraph:
         return replace(self, static=standing, blocks=blocks)
 
     def runs(self, longest: int) -> list[tuple[int, int]]:
-        """Every run (first, last) of at most `longest` chained calls that can be recomputed."""
+        """The runs (first, last) of at most `longest` chained calls that can be recomputed.
+
+        In a step of many calls, long runs come in a few lengths only, to keep the choice small.
+        """
         found = []
+        few = len(self.calls) <= FEW_CALLS
         for first, call in enumerate(self.calls):
             if call.pinned:
                 continue
             last = first
             while True:
-                if not all(c.leaf for c in self.calls[first : last + 1]) or last > first:
+                length = last - first + 1
+                alone = length == 1 and call.leaf  # recomputing one layer frees nothing
+                if not alone and (few or length <= 4 or length in LONG_RUNS):
                     found.append((first, last))
                 last += 1
                 if last - first >= longest or last >= len(self.calls):

@@ -39,6 +39,11 @@ class Goal:
     margin_bytes: int = 0
     time_limit_s: float = 10.0
 
+    @property
+    def counts(self) -> str:
+        """A budget counts what the process holds, a reduction of activations live bytes."""
+        return "live" if self.budget_bytes is None else "reserved"
+
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise UsageError(
@@ -62,6 +67,8 @@ class Goal:
 def make_plan(profile: Profile, goal: Goal) -> Plan:
     """Return the plan that the goal's strategy finds; raise InfeasibleError when none is."""
     started = time.perf_counter()
+    if goal.counts == "live":
+        profile = replace(profile, allocator=None)
     simulator = simulator_of(profile)
     unplanned = simulator.peak_bytes([])
     budget = _budget(profile, goal, unplanned)
@@ -243,6 +250,7 @@ def _plan(
         torch=profile.device.torch,
         strategy=goal.strategy,
         budget_bytes=budget,
+        counts=goal.counts,
         segments=_segments(simulator, choice.runs),
         predicted=Prediction(
             peak_bytes=peak.total,

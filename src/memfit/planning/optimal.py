@@ -57,7 +57,7 @@ def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
 
 def _gap(runs: int) -> float:
     """How near to the bound is near enough: exact where that is quick."""
-    return 1e-4 if runs <= 150 else 5e-3
+    return 1e-4 if runs <= 150 else 1e-2
 
 
 @lru_cache(maxsize=2)

@@ -22,6 +22,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from memfit.runtime.calls import Forward
 from memfit.runtime.random_state import RandomState
 
+_GENERATOR = torch_checkpoint._checkpoint_without_reentrant_generator
+_OPTIONS = {
+    "preserve_rng_state": False,  # RandomState does it, per call and cheaper
+    "context_fn": torch_checkpoint.noop_context_fn,
+    "determinism_check": "default",
+    "debug": False,
+    "early_stop": True,
+}
+_ORDER = [
+    name
+    for name, parameter in inspect.signature(_GENERATOR).parameters.items()
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+]
+
 
 class Observer(Protocol):
     """Is told what the engine does; used to record a step."""
@@ -136,7 +150,7 @@ class Recompute:
             index=index,
             forward=forward,
             spec=spec,
-            leaves=[None if i in set(tensors) else leaf for i, leaf in enumerate(leaves)],
+            leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
             links={},
             saved=[],
             random=RandomState.of(leaves[i].device for i in tensors),
@@ -259,18 +273,5 @@ def _holders(generator: Any) -> list[Any]:
 
 
 def _start(replay: Any, tensors: list[torch.Tensor]) -> Any:
-    generator = torch_checkpoint._checkpoint_without_reentrant_generator
-    options = {
-        "fn": replay,
-        "preserve_rng_state": False,  # RandomState does it, per call and cheaper
-        "context_fn": torch_checkpoint.noop_context_fn,
-        "determinism_check": "default",
-        "debug": False,
-        "early_stop": True,
-    }
-    names = [
-        name
-        for name, parameter in inspect.signature(generator).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    return generator(*(options[name] for name in names), *tensors)
+    options = (replay if name == "fn" else _OPTIONS[name] for name in _ORDER)
+    return _GENERATOR(*options, *tensors)

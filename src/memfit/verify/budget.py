@@ -39,7 +39,8 @@ def check_budget(
     """Run steps under the plan from the workload's own state and measure them.
 
     On CUDA first without a cap, to learn what the allocator takes when it is free to, then with
-    the allocator capped at the budget: that run is the proof.
+    the allocator capped at the budget: that run is the proof. A plan that counts live bytes (a
+    reduction of activations, not a budget) is measured without a cap.
     """
     device = workload.device
     cuda = device.type == "cuda"
@@ -49,10 +50,10 @@ def check_budget(
         free = _measure(workload, steps if cuda else 1, accumulate)
         if budget_bytes is None:
             return BudgetCheck(free, 0)
-        if free.reserved_bytes > budget_bytes:
-            return BudgetCheck(free, free.reserved_bytes - budget_bytes)
-    if not cuda:
-        return BudgetCheck(free, 0)
+        live = planned.plan.counts == "live"
+        over = (free.bytes if live else free.reserved_bytes) - budget_bytes
+        if over > 0 or live or not cuda:
+            return BudgetCheck(free, max(over, 0))
     with untouched(workload), planned, memory_cap(device, budget_bytes):
         try:
             capped = _measure(workload, steps, accumulate)

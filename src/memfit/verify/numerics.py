@@ -37,12 +37,14 @@ def check_numerics(workload: Workload, planned: Applied) -> Numerics:
         result = _planned_against_unplanned(workload, planned)
         if result.repeatable or workload.device.type != "cuda":
             return result
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
-            again = _planned_against_unplanned(workload, planned)
-    if not again.repeatable:
-        return result
-    note = "compared with repeatable attention kernels: the usual ones do not repeat themselves"
-    return replace(again, note=note if again.note is None else f"{note}; {again.note}")
+        for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel([kernel, SDPBackend.MATH]):
+                again = _planned_against_unplanned(workload, planned)
+            if again.repeatable:
+                name = kernel.name.lower().replace("_", " ")
+                note = f"compared with {name} kernels: the usual ones do not repeat themselves"
+                return replace(again, note=f"{note}; {again.note}" if again.note else note)
+    return result
 
 
 def _planned_against_unplanned(workload: Workload, planned: Applied) -> Numerics:
