@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from memfit.runtime.calls import Forward
 from memfit.runtime.random_state import RandomState
 
-_GENERATOR = torch_checkpoint._checkpoint_without_reentrant_generator
+_GENERATOR: Any = torch_checkpoint._checkpoint_without_reentrant_generator
 _OPTIONS = {
     "preserve_rng_state": False,  # RandomState does it, per call and cheaper
     "context_fn": torch_checkpoint.noop_context_fn,
