@@ -27,7 +27,7 @@ from memfit.measure.step import is_out_of_memory, run_step
 from memfit.measure.timing import Clock, time_interleaved
 from memfit.runtime.calls import Forward, Router, routed
 from memfit.runtime.random_state import RandomState
-from memfit.runtime.recompute import Recompute, frozen_statistics
+from memfit.runtime.recompute import Recompute, frozen_statistics, statistics_norms
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -286,9 +286,10 @@ class _Probe:
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         if index in self.wanted:
             state = RandomState.of([self.clock.device])
+            norms = statistics_norms(self.modules[index])
             samples = []
             for _ in range(PROBES):
-                with state.replayed(), frozen_statistics(self.modules[index]):
+                with state.replayed(), frozen_statistics(norms):
                     self.clock.settle()
                     self.clock.occupy()
                     start = self.clock.now()

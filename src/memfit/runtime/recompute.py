@@ -98,6 +98,7 @@ class Recompute:
         self._trim = trim
         self._run_of = {i: run for run in runs for i in range(run[0], run[1] + 1)}
         self._modules = modules
+        self._norms = {i: statistics_norms(modules[i]) for i in self._run_of}
         self._mutated = mutated_buffers or {}
         self._observer = observer
         self._open: _Run | None = None
@@ -212,8 +213,9 @@ class Recompute:
         args, kwargs = tree_unflatten(leaves, step.spec)
         with ExitStack() as stack:
             stack.enter_context(step.random.replayed())
-            stack.enter_context(frozen_statistics(self._modules[step.index]))
-            stack.enter_context(self._old_buffers(step))
+            stack.enter_context(frozen_statistics(self._norms[step.index]))
+            if step.buffers:
+                stack.enter_context(self._old_buffers(step))
             if self._observer:
                 self._observer.replay_enters(step.index)
                 stack.callback(self._observer.replay_exits, step.index)
@@ -243,13 +245,18 @@ def is_statistics_norm(module: torch.nn.Module) -> bool:
     return getattr(module, "track_running_stats", False) is True and hasattr(module, "momentum")
 
 
+def statistics_norms(module: torch.nn.Module) -> list[Any]:
+    """The normalisation layers inside `module` that track running statistics."""
+    return [m for m in module.modules() if is_statistics_norm(m)]
+
+
 @contextmanager
-def frozen_statistics(module: torch.nn.Module) -> Iterator[None]:
-    """Run normalisation layers inside `module` without updating their running statistics.
+def frozen_statistics(norms: Sequence[Any]) -> Iterator[None]:
+    """Run normalisation layers without updating their running statistics.
 
     Momentum 0 leaves the running values bit for bit; the training output does not use them.
     """
-    frozen: list[Any] = [m for m in module.modules() if is_statistics_norm(m) and m.training]
+    frozen = [m for m in norms if m.training]
     before = [(m, m.momentum, m._buffers.get("num_batches_tracked")) for m in frozen]
     for m in frozen:
         m.momentum = 0.0
