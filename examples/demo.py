@@ -51,7 +51,7 @@ def main() -> int:
     with fitted:
         loss = fitted.step(workload.batch)
     console.print(f"   one fitted training step: loss {loss.item():.4f}\n")
-    command = "memfit init && memfit fit train_workload.py:workload --budget 60%"
+    command = "memfit init && memfit fit workload.py:workload --budget 60%"
     console.print(summary_line(fitted.result, command))
     return 0 if fitted.result.numerics.bitwise_vs_unplanned else 1
 

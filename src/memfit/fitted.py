@@ -70,6 +70,11 @@ class Fitted:
                 f"accumulate is {accumulate}, but the step was fitted for {self._accumulate}",
                 hint="gradients that wait need room in the plan: fit(..., accumulate=n)",
             )
+        if not self._applied.at_work:
+            raise UsageError(
+                "the plan was taken off the model, so the step would not keep its budget",
+                hint="fit again, or train the model with your own loop",
+            )
         self._prepare(batch)
         scaler = scaler or self.workload.scaler
         loss = self.workload.compute_loss(batch)

@@ -155,15 +155,20 @@ def _tightened(
 @lru_cache(maxsize=2)
 def _smallest(simulator: Simulator) -> Choice:
     """The choice that needs the smallest budget, among those with the lowest peaks."""
-    lowest = optimal.smallest(simulator).runs
-    if simulator.profile.allocator is None:
-        return Choice(lowest)
-    roomier = optimal.fastest(simulator, int(1.04 * simulator.peak_bytes(lowest)), time_limit_s=3)
     free = Request(None, float("inf"))
-    candidates = [lowest, choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
-    if roomier is not None:
-        candidates.append(roomier.runs)
-    choices = [Choice(runs, trim=trim) for runs in candidates for trim in (False, True)]
+    candidates = [choose_all(simulator, free).runs, choose_interval(simulator, free).runs]
+    placed = simulator.profile.allocator is not None
+    try:
+        lowest = optimal.smallest(simulator).runs
+        candidates.insert(0, lowest)
+        if placed:
+            budget = int(1.04 * simulator.peak_bytes(lowest))
+            roomier = optimal.fastest(simulator, budget, time_limit_s=3)
+            candidates += [] if roomier is None else [roomier.runs]
+    except KeyboardInterrupt:
+        pass  # the plan is made already; its minimum is then the best that was seen
+    trims = (False, True) if placed else (False,)
+    choices = [Choice(runs, trim=trim) for runs in candidates for trim in trims]
     return min(choices, key=lambda c: held_bytes(simulator, c.runs, c.trim))
 
 

@@ -9,8 +9,10 @@ for the full one. Limits: runs are at most `longest_run` calls long, and times o
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,6 +55,22 @@ def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
     solution = _program(simulator).solve(None, time_limit_s)
     assert solution is not None, "without a budget every plan is feasible"
     return solution
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Send what the solver's own code prints (rarely, past its log settings) to stderr."""
+    try:
+        stdout = os.dup(1)
+    except OSError:  # no stdout, nothing to protect
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _gap(runs: int) -> float:
@@ -182,13 +200,14 @@ class _Program:
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
         integral[:counts] = 1
-        result = milp(
-            cost,
-            integrality=integral,
-            bounds=Bounds(np.zeros(columns), high),
-            constraints=LinearConstraint(matrix, -np.inf, upper),
-            options={"time_limit": time_limit_s, "mip_rel_gap": _gap(runs)},
-        )
+        with _output_to_stderr():
+            result = milp(
+                cost,
+                integrality=integral,
+                bounds=Bounds(np.zeros(columns), high),
+                constraints=LinearConstraint(matrix, -np.inf, upper),
+                options={"time_limit": time_limit_s, "mip_rel_gap": _gap(runs)},
+            )
         if result.x is None:
             return None
         chosen = tuple(run for run, x in zip(self.runs, result.x[:runs], strict=True) if x > 0.5)

@@ -25,6 +25,11 @@ class Applied:
         self._stack: ExitStack | None = None
         self.router: Router | None = None
 
+    @property
+    def at_work(self) -> bool:
+        """Whether the model runs by the plan now."""
+        return self._stack is not None
+
     def install(self) -> Applied:
         """Start executing the plan."""
         assert self._stack is None, "the plan is at work already"
