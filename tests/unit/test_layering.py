@@ -43,9 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": BASE | {"ir", "workload", "measure"},
     "capture": BASE | {"ir", "workload", "measure", "runtime"},
     "verify": BASE | {"ir", "workload", "measure", "runtime"},
-    "api": BASE | STAGES,
-    "__init__": BASE | STAGES | {"api"},
-    "cli": BASE | STAGES | {"api", "__init__"},
+    "fitted": BASE | {"ir", "workload", "measure", "runtime"},
+    "api": BASE | STAGES | {"fitted"},
+    "__init__": BASE | STAGES | {"fitted", "api"},
+    "cli": BASE | STAGES | {"fitted", "api", "__init__"},
     "__main__": {"cli"},
 }
 # These hold plain data and arithmetic, so that a plan is tested in milliseconds, from JSON.

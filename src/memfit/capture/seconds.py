@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,43 +100,42 @@ class StepTimes:
         backward = medians([r["backward"] for r in plain or recomputed], alike)
         replay = medians([r["replay"] for r in recomputed], alike)
         host = medians([r["host"] for r in recomputed], alike)
-        device = self._probe(replay, forward)
         if not plain:
             backward = [max(b - r, 0.0) for b, r in zip(backward, replay, strict=True)]
+        device = self._probe(replay, forward)
         replayed = [i for i, seconds in enumerate(replay) if seconds > 0]
-        device_s, host_s = sum(device[i] for i in replayed), sum(host[i] for i in replayed)
-        half = replayed[::2]
-        half_load = (sum(device[i] for i in half), sum(host[i] for i in half))
-        host = [h or d for h, d in zip(host, device, strict=True)]
-        if self.workload.device.type != "cuda":
-            host = device = [d * self._stretch(whole, device_s) for d in device]
-            slack_s, step_s = 0.0, whole.get("plain", 0.0)
-        elif "plain" in whole:
-            factors = calibrate(
-                Load(*half_load, self._extra(whole, "half")),
-                Load(device_s, host_s, self._extra(whole, "recomputed")),
-            )
-            device = [d * factors[0] for d in device]
-            host = [h * factors[1] for h in host]
-            slack_s = factors[2]
-            step_s = whole["plain"]
-        else:
-            slack_s = max(host_s - device_s, 0.0)
-            step_s = max(whole["recomputed"] - self.accumulate * device_s, 1e-9)
-        times = zip(forward, backward, device, host, strict=True)
-        calls = tuple(CallTime(f, b, max(d, 1e-9), max(h, 1e-9)) for f, b, d, h in times)
+        step_s, factors = self._fit(whole, device, host, replayed)
+        calls = tuple(
+            CallTime(f, b, max(d * factors.device, 1e-9), max((h or d) * factors.host, 1e-9))
+            for f, b, d, h in zip(forward, backward, device, host, strict=True)
+        )
         trim_s = max(whole.get("trimmed", 0.0) - whole["recomputed"], 0.0)
-        return Seconds(calls, step_s, self.accumulate * slack_s, trim_s)
+        return Seconds(calls, step_s, self.accumulate * factors.slack_s, trim_s)
 
-    def _stretch(self, whole: dict[str, float], replayed_s: float) -> float:
-        """How much more all replays cost the step than their own time."""
-        if replayed_s <= 0:
-            return 1.0
-        return min(max(self._extra(whole, "recomputed") / replayed_s, 0.5), 4.0)
+    def _fit(
+        self,
+        whole: dict[str, float],
+        device: list[float],
+        host: list[float],
+        replayed: list[int],
+    ) -> tuple[float, Factors]:
+        """The plain step's seconds, and how replays add to them."""
 
-    def _extra(self, whole: dict[str, float], name: str) -> float:
-        """Seconds that a kind of step takes longer than the plain one, per micro-batch."""
-        return (whole[name] - whole["plain"]) / self.accumulate
+        def load(calls: list[int], name: str) -> Load:
+            extra_s = (whole[name] - whole["plain"]) / self.accumulate
+            return Load(sum(device[i] for i in calls), sum(host[i] for i in calls), extra_s)
+
+        device_s, host_s = sum(device[i] for i in replayed), sum(host[i] for i in replayed)
+        if "plain" not in whole:
+            step_s = max(whole["recomputed"] - self.accumulate * device_s, 1e-9)
+            return step_s, Factors(1.0, 1.0, max(host_s - device_s, 0.0))
+        if "half" in whole:
+            half, everything = load(replayed[::2], "half"), load(replayed, "recomputed")
+            return whole["plain"], calibrate(half, everything)
+        # On the CPU device and host are one: only the whole can be stretched.
+        extra_s = load(replayed, "recomputed").extra_s
+        stretch = min(max(extra_s / device_s, 0.5), 4.0) if device_s > 0 else 1.0
+        return whole["plain"], Factors(stretch, stretch, max(host_s - device_s, 0.0) * stretch)
 
     def _probe(self, replay: list[float], forward: list[float]) -> list[float]:
         """Seconds the device needs to repeat each call, without waiting for the host."""
@@ -203,18 +202,27 @@ class Load:
     extra_s: float
 
 
-def calibrate(half: Load, all_: Load) -> tuple[float, float, float]:
+class Factors(NamedTuple):
+    """A step gets longer by max(device x device seconds, host x host seconds - slack)."""
+
+    device: float
+    host: float
+    slack_s: float
+
+
+def calibrate(half: Load, everything: Load) -> Factors:
     """Fit the costs of replays to what half of them and all of them add to the step.
 
-    A step gets longer by max(device factor x device seconds, host factor x host seconds - slack):
-    the slack is what the host has to spare in the plain step. Returns both factors and the slack.
+    The slack is what the host has to spare in the plain step.
     """
-    device = min(max(all_.extra_s / all_.device_s, 0.5), 1.0) if all_.device_s > 0 else 1.0
-    more_host_s = all_.host_s - half.host_s
+    device = 1.0
+    if everything.device_s > 0:
+        device = min(max(everything.extra_s / everything.device_s, 0.5), 1.0)
+    more_host_s = everything.host_s - half.host_s
     if more_host_s <= 0:
-        return device, 1.0, all_.host_s
-    host = min(max((all_.extra_s - half.extra_s) / more_host_s, 0.25), 4.0)
-    return device, host, max(host * all_.host_s - all_.extra_s, 0.0)
+        return Factors(device, 1.0, everything.host_s)
+    host = min(max((everything.extra_s - half.extra_s) / more_host_s, 0.25), 4.0)
+    return Factors(device, host, max(host * everything.host_s - everything.extra_s, 0.0))
 
 
 class _Timed:

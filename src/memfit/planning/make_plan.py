@@ -95,6 +95,9 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
             minimum_bytes=minimum_bytes,
             hint=f"allow --max-slowdown {slowdown:.2f}, or ask for less memory saved",
         )
+    # With an allocator `_smallest` only tries a few: the choice itself may hold less.
+    held = held_bytes(simulator, choice.runs, choice.trim) + goal.margin_bytes
+    minimum_bytes = min(minimum_bytes, held)
     return _plan(simulator, goal, budget, choice, minimum_bytes, time.perf_counter() - started)
 
 

@@ -46,7 +46,7 @@ def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False
             segment = small if size <= SMALL_REQUEST else large
             places[key] = (segment, segment.take(size))
             highest = max(highest, small.mapped + large.mapped)
-        else:
+        elif size < 0:
             segment, address = places.pop(key)
             segment.give(address, -size)
     return start.reserved_bytes + highest
@@ -185,6 +185,8 @@ class _Segment:
                 self._unmapped[at + pages] = hole - pages
             self.mapped += pages
             at += pages
+        if at in self._size_at:  # new pages merge with the free block after them
+            at += self._remove(at)
         return at - start
 
     def _add(self, address: int, size: int) -> None:
