@@ -52,7 +52,6 @@ class Plan:
     torch: str
     strategy: str
     budget_bytes: int | None
-    counts: str  # what must stay within the budget: "reserved" or "live" bytes
     segments: tuple[SegmentPlan, ...]
     predicted: Prediction
     baseline_peak_bytes: int
@@ -61,6 +60,7 @@ class Plan:
     minimum_feasible_bytes: int
     plan_s: float = 0.0
     executor: str = "module"
+    counts: str = "reserved"  # what must stay within the budget: "reserved" or "live" bytes
     techniques: tuple[str, ...] = ()
     trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()
