@@ -139,7 +139,11 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
 def _tightened(
     simulator: Simulator, strategy: Strategy, request: Request, choice: Choice
 ) -> Choice:
-    """Ask for less until the allocator, too, stays under the budget."""
+    """Ask for less until the allocator, too, stays under the budget.
+
+    What was proven for the budget stays the bound; for less than it, more could be proven.
+    """
+    bound_s = choice.lower_bound_s
     target = request.budget
     assert target is not None
     asked = target
@@ -151,7 +155,7 @@ def _tightened(
         found = strategy(simulator, replace(request, budget=asked))
         if found is None or found.runs == choice.runs:
             return choice
-        choice = replace(found, trim=choice.trim)
+        choice = replace(found, trim=choice.trim, lower_bound_s=bound_s)
     return choice
 
 
