@@ -43,6 +43,7 @@ class Fitted:
         self._accumulate = accumulate
         self._planned = [(workload.batch, applied)]
         self._waiting = 0  # batches since the optimizer last stepped
+        self._group = accumulate
 
     @property
     def plan(self) -> Plan:
@@ -61,7 +62,8 @@ class Fitted:
         """Train on one batch and return its loss, detached.
 
         `clip_norm` clips the gradients' global norm. With `accumulate=n` the optimizer steps at
-        every n-th call, on the mean over the n batches; `flush()` steps for a last, shorter group.
+        every n-th call, on the mean over the n batches; `flush()` steps for a last, shorter group,
+        on the mean over its own.
         `scheduler.step()` is called after each optimizer step.
         """
         accumulate = self._accumulate if accumulate is None else accumulate
@@ -81,6 +83,7 @@ class Fitted:
         scaled = loss / accumulate if accumulate > 1 else loss
         (scaler.scale(scaled) if scaler is not None else scaled).backward()
         self._waiting += 1
+        self._group = accumulate
         if self._waiting >= accumulate:
             self._optimize(clip_norm, scaler, scheduler)
         return loss.detach()
@@ -94,6 +97,9 @@ class Fitted:
     ) -> None:
         """Step the optimizer for batches that are still waiting for one, if any."""
         if self._waiting:
+            # Each loss was divided by the whole group's length.
+            gradients = [p.grad for p in self.workload.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, self._group / self._waiting)
             self._optimize(clip_norm, scaler or self.workload.scaler, scheduler)
 
     def undo(self) -> None:

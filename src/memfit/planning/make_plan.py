@@ -152,7 +152,7 @@ def _tightened(
         if over <= 0:
             return choice
         asked = min(asked, simulator.peak_bytes(choice.runs)) - max(over // 2, target // 200)
-        found = strategy(simulator, replace(request, budget=asked))
+        found = strategy(simulator, replace(request, budget=asked, time_limit_s=3.0))
         if found is None or found.runs == choice.runs:
             return choice
         choice = replace(found, trim=choice.trim, lower_bound_s=bound_s)
