@@ -23,7 +23,7 @@ from memfit.ir.profile import CallTime
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
-from memfit.measure.step import is_out_of_memory, run_step
+from memfit.measure.step import drop_gradients, is_out_of_memory, run_step
 from memfit.measure.timing import Clock, time_interleaved
 from memfit.runtime.calls import Forward, Router, routed
 from memfit.runtime.random_state import RandomState
@@ -158,7 +158,9 @@ class StepTimes:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+        # Only now, outside of the except block, is what the failed step held really free.
         log.info("the plain step does not fit on the device: it will be simulated")
+        drop_gradients(self.workload)
         torch.cuda.empty_cache()
         return None
 

@@ -48,12 +48,13 @@ def check_numerics(workload: Workload, planned: Applied) -> Numerics:
 
 
 def _planned_against_unplanned(workload: Workload, planned: Applied) -> Numerics:
-    note = None
+    note = unplanned = None
     try:
         unplanned = _numbers(workload, None)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         note = "the unplanned step does not fit: its activations were kept in host memory"
+    if unplanned is None:  # outside of the except block what the failed step held is free
+        torch.cuda.empty_cache()
         unplanned = _numbers(workload, None, on_host=True)
     result = compare(unplanned, _numbers(workload, planned))
     if result.bitwise_vs_unplanned:
