@@ -36,9 +36,6 @@ from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
 from memfit.targets import resolve_target
-from memfit.verify.budget import check_budget
-from memfit.verify.numerics import check_numerics
-from memfit.verify.speed import compare_speed
 from memfit.workload import Workload
 
 MIB = 2**20
@@ -115,51 +112,40 @@ def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None])
 
 
 def fit_budget(workload: Workload, profile: Profile, budget: int, steps: int) -> dict[str, Any]:
-    """Plan, run under the cap (at most three rounds), compare numbers and time."""
-    goal = Goal(budget_bytes=budget)
-    rounds = 0
-    for _ in range(3):
-        rounds += 1
-        try:
-            plan = make_plan(profile, goal)
-        except InfeasibleError as refusal:
-            return {
-                "budget_bytes": budget,
-                "verdict": "infeasible",
-                "minimum_bytes": refusal.minimum_bytes,
-                "why": refusal.message,
-            }
-        applied = Applied(plan, workload.model)
-        check = check_budget(workload, applied, budget)
-        if check.holds:
-            break
-        goal = replace(goal, margin_bytes=goal.margin_bytes + check.over_bytes)
-    numerics = check_numerics(workload, applied)
-    speed = compare_speed(workload, applied, steps=steps)
-    assert speed.plain is not None
-    measured = check.peak
+    """Plan, run under the cap, compare numbers and time."""
+    try:
+        fitted = memfit.fit_workload(workload, budget, profiled=profile, steps=steps)
+    except InfeasibleError as refusal:
+        return {
+            "budget_bytes": budget,
+            "verdict": "infeasible",
+            "minimum_bytes": refusal.minimum_bytes,
+            "why": refusal.message,
+        }
+    fitted.undo()
+    result, plan = fitted.result, fitted.plan
     return {
         "budget_bytes": budget,
-        "verdict": "fits" if check.holds else "over",
-        "rounds": rounds,
-        "predicted_peak_bytes": plan.predicted.peak_bytes,
-        "measured_peak_bytes": None if measured is None else measured.bytes,
-        "predicted_reserved_bytes": plan.predicted.reserved_bytes,
-        "measured_reserved_bytes": None if measured is None else measured.reserved_bytes,
-        "retries": None if measured is None else measured.retries,
-        "predicted_step_s": plan.predicted.step_s,
-        "measured_step_s": speed.planned.median_s,
-        "spread_s": speed.planned.spread_s,
-        "plain_step_s": speed.plain.median_s,
-        "same_code_ratio": speed.same_code_ratio,
-        "bitwise": numerics.bitwise_vs_unplanned,
-        "numerics_note": numerics.note,
-        "gap": plan.predicted.gap,
-        "plan_s": plan.plan_s,
+        "verdict": result.verdict,
+        "rounds": result.rounds,
+        "predicted_peak_bytes": result.predicted.peak_bytes,
+        "measured_peak_bytes": result.measured.peak_bytes,
+        "predicted_reserved_bytes": result.predicted.peak_reserved_bytes,
+        "measured_reserved_bytes": result.measured.peak_reserved_bytes,
+        "retries": result.measured.retries,
+        "predicted_step_s": result.predicted.step_s,
+        "measured_step_s": result.measured.step_s,
+        "spread_s": result.measured.step_s_spread,
+        "plain_step_s": result.baseline.step_s,
+        "same_code_ratio": result.measured.same_code_ratio,
+        "bitwise": result.numerics.bitwise_vs_unplanned,
+        "numerics_note": result.numerics.note,
+        "gap": result.predicted.gap,
+        "plan_s": result.plan_s,
         "trim": plan.trim,
         "recomputed": sum(s.decision == "recompute" for s in plan.segments),
         "segments": len(plan.segments),
-        "minimum_feasible_bytes": plan.minimum_feasible_bytes,
+        "minimum_feasible_bytes": result.minimum_feasible_bytes,
     }
 
 
@@ -270,8 +256,6 @@ def _budget_line(name: str, row: dict[str, Any]) -> str:
     if row["verdict"] == "infeasible":
         minimum = f"{row['minimum_bytes'] / MIB:.0f} MB"
         return f"| {name} | {budget} | refused: the minimum is {minimum} | | | | | | |"
-    if row["measured_peak_bytes"] is None:
-        return f"| {name} | {budget} | out of memory under the cap | | | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     ratio = row["measured_step_s"] / row["plain_step_s"]
     predicted = row["predicted_step_s"] / row["plain_step_s"]

@@ -45,7 +45,7 @@ def main() -> int:
     console.print(f"   {run_plainly(workload, budget)}\n")
 
     console.print("[bold]3. Fit it[/]")
-    fitted = memfit.fit_workload(workload, budget, steps=10)
+    fitted = memfit.fit_workload(workload, budget, profiled=profile, steps=10)
     for part in fit_report(fitted.result, fitted.plan):
         console.print(part)
     with fitted:

@@ -21,7 +21,7 @@ from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resol
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import allowed_techniques
 from memfit.runtime.apply import Applied, check_plan
-from memfit.runtime.signature import batch_signature
+from memfit.runtime.signature import batch_signature, describe
 from memfit.units import format_bytes
 from memfit.verify.budget import BudgetCheck, check_budget
 from memfit.verify.numerics import check_numerics
@@ -108,6 +108,7 @@ def fit_workload(
     budget: str | int | None = "auto",
     *,
     plan: Plan | None = None,
+    profiled: Profile | None = None,
     steps: int = 10,
     strategy: str = "optimal",
     allow: str | Sequence[str] | None = None,
@@ -121,8 +122,9 @@ def fit_workload(
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
 
-    `steps` are timed. `accumulate` is how many batches each optimizer step will see. The model,
-    the optimizer and the RNG are as before when it returns; only the plan is at work.
+    `profiled` is a profile of this very workload, if there is one. `steps` are timed. `accumulate`
+    is how many batches each optimizer step will see. The model, the optimizer and the RNG are as
+    before when it returns; only the plan is at work.
     """
     say = progress or (lambda text: None)
     if activation_reduction is not None and budget == "auto":
@@ -134,7 +136,15 @@ def fit_workload(
         check_plan_for(plan, workload)
     if accumulate < 1:
         raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
-    measured = profile(workload, segments=segments, accumulate=accumulate, progress=progress)
+    measured = profiled or profile(
+        workload, segments=segments, accumulate=accumulate, progress=progress
+    )
+    if measured.workload != describe(workload) or measured.accumulate != accumulate:
+        raise UsageError(
+            f"the profile is of {measured.workload['model']} on {measured.workload['batch']}, "
+            f"accumulate={measured.accumulate}: not of this workload",
+            hint="profile this workload, or leave `profiled` out",
+        )
     if plan is None:
         resolved = None if budget is None else resolve_budget(budget, measured)
         goal = replace(goal, budget_bytes=resolved)

@@ -43,12 +43,6 @@ class InfeasibleError(MemfitError):
         self.minimum_bytes = minimum_bytes
 
 
-class VerificationError(MemfitError):
-    """The planned step ran, but not as promised: over the budget, or with other numbers."""
-
-    exit_code = 1
-
-
 class ModelError(MemfitError):
     """The model cannot be run or trained as given."""
 

@@ -55,23 +55,6 @@ def _pair(zoo: SimpleNamespace, rows: int = 16, **options: Any) -> tuple[Workloa
     return tuple(zoo.workload(model, batch, **options) for _ in range(2))  # type: ignore
 
 
-def test_public_names() -> None:
-    assert sorted(memfit.__all__) == [
-        "Fitted",
-        "InfeasibleError",
-        "MemfitError",
-        "Plan",
-        "Profile",
-        "Workload",
-        "apply",
-        "fit",
-        "fit_workload",
-        "plan",
-        "profile",
-    ]
-    assert len(memfit.__all__) <= 12
-
-
 def test_importing_touches_no_cuda_and_no_logging() -> None:
     code = (
         "import logging, memfit, torch;"
@@ -416,3 +399,13 @@ def test_a_model_of_single_layers_can_be_fitted_when_it_fits() -> None:
         fitted.step(workload.batch)
     with pytest.raises(InfeasibleError):
         memfit.fit_workload(workload, "50%", steps=1)
+
+
+def test_a_profile_is_used_again_and_another_workloads_refused(zoo: SimpleNamespace) -> None:
+    one, other = _pair(zoo)
+    measured = memfit.profile(one)
+    with memfit.fit_workload(one, "90%", profiled=measured, steps=1) as fitted:
+        assert fitted.profile is measured
+    other.batch = zoo.sequences(3)
+    with pytest.raises(memfit.MemfitError, match="not of this workload"):
+        memfit.fit_workload(other, "90%", profiled=measured, steps=1)

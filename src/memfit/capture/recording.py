@@ -18,9 +18,9 @@ from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.step import explained_errors, run_step
-from memfit.runtime.calls import Forward, Route, routed
+from memfit.runtime.calls import Forward, Route, named_modules, routed
 from memfit.runtime.recompute import Recompute
-from memfit.workload import Workload, unwrap
+from memfit.workload import Workload
 
 _PHASE_MARKS = {"backward": "forward_end", "optimizer": "backward_end", "end": "end"}
 
@@ -84,7 +84,7 @@ def segment_modules(
     model: torch.nn.Module, segments: Sequence[Segment]
 ) -> dict[int, torch.nn.Module]:
     """The module of each segment call."""
-    modules = dict(unwrap(model).named_modules())
+    modules = named_modules(model, [s.visit.module for s in segments])
     return {i: modules[s.visit.module] for i, s in enumerate(segments)}
 
 

@@ -91,7 +91,8 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
         return None if best is None else Choice(best, note="the solver ran out of time")
     if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.runs):
         return Choice(best, solution.lower_bound_s)
-    return Choice(solution.runs, solution.lower_bound_s)
+    note = "the solver ran out of time: a better plan may exist" if solution.stopped else None
+    return Choice(solution.runs, solution.lower_bound_s, note)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -9,7 +9,7 @@ import torch
 
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
-from memfit.runtime.calls import Route, Router
+from memfit.runtime.calls import Route, Router, named_modules
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature
@@ -33,13 +33,7 @@ class Applied:
     def install(self) -> Applied:
         """Start executing the plan."""
         assert self._stack is None, "the plan is at work already"
-        modules = dict(unwrap(self.model).named_modules())
-        missing = [s.module for s in self.plan.segments if s.module not in modules]
-        if missing:
-            raise PlanFileError(
-                f"the model has no module {missing[0]!r}, which the plan names",
-                hint="the plan was made for another model: make a new one with memfit.plan",
-            )
+        modules = named_modules(self.model, [s.module for s in self.plan.segments])
         segments = self.plan.segments
         engine = Recompute(
             self.plan.runs,

@@ -6,7 +6,7 @@ in the step, with the number the call has in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +59,18 @@ def replaced_forward(module: torch.nn.Module, wrap: Callable[[Forward], Forward]
             del module.forward
 
 
+def named_modules(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
+    """The modules of these names; PlanFileError when the model has not got one."""
+    modules = dict(unwrap(model).named_modules())
+    missing = [name for name in names if name not in modules]
+    if missing:
+        raise PlanFileError(
+            f"the model has no module named {missing[0]!r} (and {len(missing) - 1} more)",
+            hint="the plan was made for another model: make a new one with memfit.plan",
+        )
+    return {name: modules[name] for name in names}
+
+
 class Router:
     """Knows which call of the step a module's forward is, and hands it to the engine."""
 
@@ -84,15 +96,8 @@ class Router:
 
     def install(self) -> None:
         """Replace the forwards of the segments' modules, and of the model to see steps begin."""
-        modules = dict(self.model.named_modules())
-        missing = [name for name in self._indices if name not in modules]
-        if missing:
-            raise PlanFileError(
-                f"the model has no module named {missing[0]!r} (and {len(missing) - 1} more)",
-                hint="the plan was made for another model: make a new one with memfit.plan",
-            )
-        for name in self._indices:
-            self._replace(modules[name], partial(self._segment, name))
+        for name, module in named_modules(self.model, self._indices).items():
+            self._replace(module, partial(self._segment, name))
         self._replace(self.model, self._root)
 
     def uninstall(self) -> None:
