@@ -65,7 +65,7 @@ def named_modules(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tor
     missing = [name for name in names if name not in modules]
     if missing:
         raise PlanFileError(
-            f"the model has no module named {missing[0]!r} (and {len(missing) - 1} more)",
+            f"the model has no module {missing[0]!r}, which the plan names",
             hint="the plan was made for another model: make a new one with memfit.plan",
         )
     return {name: modules[name] for name in names}
