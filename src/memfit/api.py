@@ -30,19 +30,22 @@ from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
 MAX_ROUNDS = 3
+EXECUTORS = ("graph", "inductor", "module")
 
 
 def profile(
     workload: Workload,
     *,
     segments: Sequence[str] | None = None,
+    executor: str | None = None,
     accumulate: int = 1,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one step of the workload: memory, seconds, segments. Leaves it as it was."""
+    chosen = resolve_executor(executor, workload.device)
     note = prefer_expandable_segments(workload.device)
     measured = profile_workload(
-        workload, segments=segments, accumulate=accumulate, progress=progress
+        workload, segments=segments, executor=chosen, accumulate=accumulate, progress=progress
     )
     return measured if note is None else replace(measured, notes=(*measured.notes, note))
 
@@ -58,6 +61,8 @@ def plan(
     activation_reduction: float | None = None,
     interval: int | None = None,
     segments: Sequence[str] | None = None,
+    executor: str | None = None,
+    min_tensor_bytes: int = 0,
 ) -> Plan:
     """Find the fastest way to run the step within `budget` bytes.
 
@@ -68,7 +73,10 @@ def plan(
         facts = what.device if isinstance(what, Profile) else device_facts(what.device)
         check_budget_text(budget, facts)
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
-    measured = what if isinstance(what, Profile) else profile(what, segments=segments)
+    goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
+    measured = what
+    if not isinstance(measured, Profile):
+        measured = profile(measured, segments=segments, executor=executor)
     if budget is None and activation_reduction is None and strategy == "optimal":
         budget = "auto"
     resolved = None if budget is None else resolve_budget(budget, measured)
@@ -117,6 +125,8 @@ def fit_workload(
     activation_reduction: float | None = None,
     interval: int | None = None,
     segments: Sequence[str] | None = None,
+    executor: str | None = None,
+    min_tensor_bytes: int = 0,
     accumulate: int = 1,
     progress: Progress | None = None,
 ) -> Fitted:
@@ -132,12 +142,14 @@ def fit_workload(
     if budget is not None:
         check_budget_text(budget, device_facts(workload.device))
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
+    goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
     if plan is not None:
         check_plan_for(plan, workload)
+        executor = plan.executor
     if accumulate < 1:
         raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
     measured = profiled or profile(
-        workload, segments=segments, accumulate=accumulate, progress=progress
+        workload, segments=segments, executor=executor, accumulate=accumulate, progress=progress
     )
     if measured.workload != describe(workload) or measured.accumulate != accumulate:
         raise UsageError(
@@ -150,13 +162,17 @@ def fit_workload(
         goal = replace(goal, budget_bytes=resolved)
     made, check, rounds, notes = _hold(workload, measured, goal, plan, say)
     planned = Applied(made, workload.model)
+    unplanned = None
+    if made.executor != "module":
+        unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
-    numerics = check_numerics(workload, planned)
+    numerics = check_numerics(workload, planned, unplanned)
     say("timing steps")
     speed = compare_speed(
         workload,
         planned,
         steps=steps,
+        unplanned=unplanned,
         accumulate=accumulate,
         baseline=measured.baseline is not None,
     )
@@ -171,10 +187,21 @@ def fit_workload(
             max_slowdown=max_slowdown,
             interval=interval,
             segments=segments,
+            executor=measured.executor,
+            min_tensor_bytes=min_tensor_bytes,
             accumulate=accumulate,
         )
 
     return Fitted(workload, planned.install(), measured, result, replan, accumulate)
+
+
+def resolve_executor(name: str | None, device: torch.device) -> str:
+    """The executor of this name; None: the device's usual one."""
+    if name is None or name == "auto":
+        return "inductor" if device.type == "cuda" else "graph"
+    if name not in EXECUTORS:
+        raise UsageError(f"unknown executor {name!r}", hint=f"one of: {', '.join(EXECUTORS)}")
+    return name
 
 
 def check_plan_for(plan: Plan, workload: Workload) -> None:
@@ -240,7 +267,9 @@ def _hold(
         )
         if given is not None:
             break
-        goal = replace(goal, margin_bytes=goal.margin_bytes + check.over_bytes)
+        # So much less than this plan was to take: a margin that leaves the plan as it is helps nobody.
+        spare = max(made.budget_bytes - made.predicted.reserved_bytes, goal.margin_bytes)
+        goal = replace(goal, margin_bytes=spare + check.over_bytes)
     raise InfeasibleError(
         f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
         budget_bytes=made.budget_bytes,
@@ -290,8 +319,8 @@ def _result(
             retries=peak.retries,
         ),
         decisions=Decisions(
-            kept_bytes=made.bytes_of("keep"),
-            recomputed_bytes=made.bytes_of("recompute"),
+            kept_bytes=made.kept_bytes,
+            recomputed_bytes=made.recomputed_bytes,
             offloaded_bytes=0,
             num_segments=len(made.segments),
             techniques=made.techniques,

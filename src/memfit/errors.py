@@ -26,7 +26,10 @@ class PlanFileError(MemfitError):
 
 
 class InfeasibleError(MemfitError):
-    """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet."""
+    """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet.
+
+    `incompressible_bytes` splits it: fixed, and on top of that in forward and in backward.
+    """
 
     exit_code = 1
 
@@ -36,11 +39,13 @@ class InfeasibleError(MemfitError):
         *,
         budget_bytes: int | None = None,
         minimum_bytes: int | None = None,
+        incompressible_bytes: dict[str, int] | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
+        self.incompressible_bytes = incompressible_bytes
 
 
 class ModelError(MemfitError):

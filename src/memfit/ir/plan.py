@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memfit.errors import PlanFileError
 from memfit.ir.codec import from_data, to_data
 
-SCHEMA_VERSION = 1
-KEEP, RECOMPUTE = "keep", "recompute"
+SCHEMA_VERSION = 2
+KEEP, RECOMPUTE, PARTIAL = "keep", "recompute", "partial"
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The decision for one tensor that the backward needs, and why.
+
+    Ranks number the operators of the segment's forward, and of its backward.
+    """
+
+    name: str
+    decision: str
+    bytes: int
+    recompute_s: float
+    creation_rank: int
+    first_backward_rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class VariantPlan:
+    """One way to run a captured segment, for all calls that use it.
+
+    `graph` is the key of its joint graph, `saved` the nodes handed from forward to backward.
+    """
+
+    graph: str
+    kind: str
+    saved: tuple[str, ...]
+    unplanned: bool
+    forward_ranks: int
+    backward_ranks: int
+    activations: tuple[ActivationPlan, ...]
 
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """The decision for one segment call. `run` numbers the calls recomputed together."""
+    """The decision for one segment call. `run` numbers the calls recomputed together.
+
+    `variant` is the one it runs by, for a captured segment; `uncaptured` says why it is none.
+    `activations` are those of an uncaptured segment.
+    """
 
     name: str
     module: str
@@ -23,11 +59,15 @@ class SegmentPlan:
     visits: int
     kind: str
     decision: str
-    saved_bytes: int
+    saved_bytes: int  # from forward to backward when nobody decides
+    recomputed_bytes: int  # of these, not kept
     recompute_s: float
     reason: str
     run: int | None = None
+    variant: int | None = None
+    uncaptured: str | None = None
     mutated_buffers: tuple[str, ...] = ()
+    activations: tuple[ActivationPlan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,6 +93,7 @@ class Plan:
     strategy: str
     budget_bytes: int | None
     segments: tuple[SegmentPlan, ...]
+    variants: tuple[VariantPlan, ...]
     predicted: Prediction
     baseline_peak_bytes: int
     baseline_step_s: float
@@ -82,9 +123,30 @@ class Plan:
         """Module, number of the call and number of calls, for every segment."""
         return [(s.module, s.number, s.visits) for s in self.segments]
 
-    def bytes_of(self, decision: str) -> int:
-        """Saved bytes of the segments with this decision."""
-        return sum(s.saved_bytes for s in self.segments if s.decision == decision)
+    def unplanned(self) -> Plan:
+        """The same step by the same executor with everything kept."""
+        default = {v.graph: i for i, v in enumerate(self.variants) if v.unplanned}
+        segments = tuple(
+            replace(
+                s,
+                decision=KEEP,
+                recomputed_bytes=0,
+                run=None,
+                variant=None if s.variant is None else default[self.variants[s.variant].graph],
+            )
+            for s in self.segments
+        )
+        return replace(self, strategy="none", segments=segments, trim=False, techniques=())
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that are not kept from forward to backward."""
+        return sum(s.recomputed_bytes for s in self.segments)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept from forward to backward."""
+        return sum(s.saved_bytes - s.recomputed_bytes for s in self.segments)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -106,7 +168,7 @@ class Plan:
                 raise ValueError("not a JSON object")
             version = data.get("schema_version")
             if version != SCHEMA_VERSION:
-                raise ValueError(f"schema_version is {version!r}, this memfit reads 1")
+                raise ValueError(f"schema_version is {version!r}, this memfit reads {SCHEMA_VERSION}")
             return from_data(Plan, data)
         except (ValueError, TypeError, KeyError) as error:
             raise PlanFileError(

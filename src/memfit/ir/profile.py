@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.step_graph import StepGraph
 
 SCHEMA_VERSION = 1
@@ -66,6 +67,17 @@ class AllocatorStart:
 
 
 @dataclass(frozen=True)
+class Measurements:
+    """What running variants of one joint graph showed.
+
+    `factor` corrects the seconds of variants that were not run.
+    """
+
+    factor: float = 1.0
+    variants: tuple[Variant, ...] = ()
+
+
+@dataclass(frozen=True)
 class Profile:
     """One step, measured: its graph, its seconds, its device, and how the plain step did.
 
@@ -83,6 +95,10 @@ class Profile:
     trim_s: float = 0.0  # what giving free pages back costs a step
     baseline: Baseline | None = None  # None: it does not fit on the device
     allocator: AllocatorStart | None = None  # None: reserved bytes cannot be predicted
+    executor: str = "module"
+    graphs: tuple[JointGraph, ...] = ()  # the distinct segments that were captured
+    known: tuple[Measurements, ...] = ()  # what was seen of each graph's variants
+    uncaptured: dict[str, str] = field(default_factory=dict)  # segment call -> why it was not
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
     accumulate: int = 1  # micro-batches per optimizer step
     notes: tuple[str, ...] = ()

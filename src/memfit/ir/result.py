@@ -12,15 +12,19 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Numerics:
-    """How the planned step's numbers compare with the unplanned step's.
+    """How the planned step's numbers compare with the unplanned step's, by the same executor.
 
-    `repeatable` is False when the unplanned step differs from itself too.
+    `repeatable` is False when the unplanned step differs from itself too. `eager_max_rel_diff` is
+    how far the unplanned step is from the plain eager one, `error_vs_reference` how far both are
+    from eager full precision, in gradients, where the executor changes the arithmetic.
     """
 
     bitwise_vs_unplanned: bool
     loss_max_abs_diff: float
     grad_max_rel_diff: float
     error_vs_reference: dict[str, float] | None = None
+    eager_max_rel_diff: float | None = None
+    agree: bool = True  # what the executor promises holds
     repeatable: bool = True
     note: str | None = None
 

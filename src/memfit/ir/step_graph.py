@@ -6,7 +6,7 @@ A block is alive at position p when `birth <= p < death`, or while something hol
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other")
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
@@ -68,6 +68,9 @@ class Call:
     pinned: str | None = None  # why no run may begin with it, if so
     mutated_buffers: tuple[str, ...] = ()
     state_bytes: int = 0  # generator states and the like, kept for a replay
+    graph: int = -1  # its joint graph among the profile's; -1: it was not captured
+    finish: int = -1  # the backward position where a captured call's backward has returned
+    held: dict[str, int] = field(default_factory=dict)  # input and output nodes -> their blocks
 
     @property
     def name(self) -> str:

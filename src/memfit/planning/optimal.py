@@ -21,7 +21,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from memfit.planning.rows import Holders, MemoryRows, Row
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Act, Pick, Run, calls_of, covered
+from memfit.planning.simulate import Simulator
 
 # A lower peak at equal time is better: the whole budget weighs as much as this share of the time.
 PEAK_WEIGHT = 1e-3
@@ -33,9 +34,9 @@ MAX_CUTS = 20
 
 @dataclass(frozen=True)
 class Solution:
-    """Chosen runs, the bound the solver proved, and whether it was stopped before the end."""
+    """Chosen acts, the bound the solver proved, and whether it was stopped before the end."""
 
-    runs: tuple[Run, ...]
+    acts: tuple[Act, ...]
     lower_bound_s: float  # seconds of recompute that no plan can go under
     stopped: bool = False
 
@@ -73,9 +74,9 @@ def _output_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _gap(runs: int) -> float:
+def _gap(acts: int) -> float:
     """How near to the bound is near enough: exact where that is quick."""
-    return 1e-4 if runs <= 150 else 1e-2
+    return 1e-4 if acts <= 150 else 1e-2
 
 
 @lru_cache(maxsize=2)
@@ -85,7 +86,7 @@ def _program(simulator: Simulator) -> _Program:
 
 
 class _Program:
-    """Columns: runs, counts of recomputed calls, sets of holders, the seconds added, the peak.
+    """Columns: acts, counts of recomputed calls, sets of holders, the seconds added, the peak.
 
     Calls that are alike cost the same, so what matters is how many of them are recomputed: a whole
     number per kind lets the solver settle that first and not try every choice of which.
@@ -93,31 +94,38 @@ class _Program:
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self.runs = simulator.graph.runs(longest_run(simulator))
-        self.rows = MemoryRows(simulator, self.runs)
-        calls = simulator.graph.calls
-        costs = [
-            (simulator.run_seconds((c, c)), simulator.run_host_seconds((c, c)))
-            for c in range(len(calls))
+        self.acts: list[Act] = [
+            *simulator.graph.runs(longest_run(simulator)),
+            *simulator.picks(),
         ]
-        self.kinds = sorted(set(costs))
-        self.members = np.zeros((len(self.kinds), len(self.runs)))
-        for number, (first, last) in enumerate(self.runs):
-            for cost in costs[first : last + 1]:
-                self.members[self.kinds.index(cost), number] += 1
-        everything = [(c, c) for c in range(len(simulator.graph.calls))]
+        self.rows = MemoryRows(simulator, self.acts)
+        # What an act costs is the sum over its parts: calls recomputed whole, or its variant.
+        parts = [self._parts(act) for act in self.acts]
+        costs = {part: self._cost(part) for act in parts for part in act}
+        self.kinds = sorted(set(costs.values()))
+        self.members = np.zeros((len(self.kinds), len(self.acts)))
+        for number, of_act in enumerate(parts):
+            for part in of_act:
+                self.members[self.kinds.index(costs[part]), number] += 1
+        everything: list[Act] = [(c, c) for c in range(len(simulator.graph.calls))]
         self.total_s = max(simulator.extra_seconds(everything), 1e-9)
         self.scale = max(simulator.peak_bytes([]), 1)
         self.holders: dict[Holders, int] = {}
         self.memory: list[Row] = []
         self._positions: set[int] = set()
-        self._cuts: list[frozenset[Run]] = []  # choices that break the budget by next to nothing
+        self._cuts: list[frozenset[Act]] = []  # choices that break the budget by next to nothing
         self._seed_rows()
+
+    def _parts(self, act: Act) -> list[Act]:
+        return [act] if isinstance(act, Pick) else [(c, c) for c in calls_of(act)]
+
+    def _cost(self, part: Act) -> tuple[float, float]:
+        return self.simulator.seconds_of(part), self.simulator.host_seconds_of(part)
 
     def solve(self, budget: int | None, time_limit_s: float) -> Solution | None:
         """Solve, simulate, add the rows that were broken, until none is."""
         deadline = time.monotonic() + time_limit_s
-        best: tuple[Run, ...] | None = None
+        best: tuple[Act, ...] | None = None
         bound_s = 0.0
         self._cuts = []
         asked = budget
@@ -126,23 +134,23 @@ class _Program:
             answer = self._solve_once(asked, max(left, 0.5))
             if answer is None:
                 return None if best is None else Solution(best, bound_s, stopped=True)
-            runs, proven_s = answer
+            acts, proven_s = answer
             if asked == budget:  # what is proven for less than the budget is no bound
                 bound_s = proven_s
-            peak = self.simulator.peak_bytes(runs)
-            limit = self._promised(runs) if budget is None else budget
+            peak = self.simulator.peak_bytes(acts)
+            limit = self._promised(acts) if budget is None else budget
             if peak <= limit:
-                return Solution(runs, bound_s)
+                return Solution(acts, bound_s)
             if budget is None:
                 if best is None or peak < self.simulator.peak_bytes(best):
-                    best = runs
-            broken = self.simulator.over(runs, limit)
+                    best = acts
+            broken = self.simulator.over(acts, limit)
             fresh = [p for p in broken if p not in self._positions]
             if left <= 0 or (budget is None and not fresh):
                 return None if best is None else Solution(best, bound_s, stopped=True)
             if budget is not None and not fresh:
                 # Over by less than the solver sees: rule out this choice, later all like it.
-                self._cuts.append(frozenset(runs))
+                self._cuts.append(frozenset(acts))
                 if len(self._cuts) > MAX_CUTS:
                     asked = budget - int(TOLERANCE * self.scale) - 1
             for position in fresh:
@@ -152,30 +160,29 @@ class _Program:
     def _seed_rows(self) -> None:
         """Rows that are broken first: the worst of keeping all, of all replays, of each alone."""
         sim = self.simulator
-        singles = [run for run in self.runs if run[0] == run[1]]
-        for runs in ([], singles):
-            peak = sim.peak_bytes(runs)
-            for position in sim.over(runs, int(0.9 * peak))[:40]:
+        singles: list[Act] = [a for a in self.acts if not isinstance(a, Pick) and a[0] == a[1]]
+        leanest = {p.call: p for p in self.acts if isinstance(p, Pick)}
+        for acts in ([], singles, list(leanest.values())):
+            peak = sim.peak_bytes(acts)
+            for position in sim.over(acts, int(0.9 * peak))[:40]:
                 self._add(position)
-        self.memory += self.rows.replays()
+        self.memory += self.rows.insides()
 
     def _add(self, position: int) -> None:
         if position not in self._positions:
             self._positions.add(position)
             self.memory.append(self.rows.at(position))
 
-    def _promised(self, runs: Sequence[Run]) -> int:
-        """The highest row of the program for these runs."""
-        chosen = np.array([run in set(runs) for run in self.runs], dtype=bool)
-        kept = {c for c in range(len(self.simulator.graph.calls))} - {
-            c for first, last in runs for c in range(first, last + 1)
-        }
+    def _promised(self, acts: Sequence[Act]) -> int:
+        """The highest row of the program for these acts."""
+        chosen = np.array([act in set(acts) for act in self.acts], dtype=bool)
+        kept = set(range(len(self.simulator.graph.calls))) - covered(list(acts))
         highest = 0
         for row in self.memory:
             total = row.constant + int(row.coefficients[chosen].sum())
             for holders, size in row.shared.items():
                 there = any(
-                    (h.kept and h.call in kept) or any(chosen[r] for r in h.runs) for h in holders
+                    (h.kept and h.call in kept) or any(chosen[r] for r in h.acts) for h in holders
                 )
                 total += size if there else 0
             highest = max(highest, total)
@@ -183,11 +190,11 @@ class _Program:
 
     def _solve_once(
         self, budget: int | None, time_limit_s: float
-    ) -> tuple[tuple[Run, ...], float] | None:
+    ) -> tuple[tuple[Act, ...], float] | None:
         for row in self.memory:
             for holders in row.shared:
                 self.holders.setdefault(holders, len(self.holders))
-        runs, counts = len(self.runs), len(self.runs) + len(self.kinds)
+        acts, counts = len(self.acts), len(self.acts) + len(self.kinds)
         columns = counts + len(self.holders) + 2
         seconds, peak = columns - 2, columns - 1
         matrix, upper = self._constraints(columns)
@@ -195,7 +202,7 @@ class _Program:
         cost[seconds] = PEAK_WEIGHT if budget is None else 1.0
         cost[peak] = 1.0 if budget is None else PEAK_WEIGHT
         high = np.ones(columns)
-        high[runs:counts] = np.inf
+        high[acts:counts] = np.inf
         high[seconds] = np.inf
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
@@ -206,11 +213,11 @@ class _Program:
                 integrality=integral,
                 bounds=Bounds(np.zeros(columns), high),
                 constraints=LinearConstraint(matrix, -np.inf, upper),
-                options={"time_limit": time_limit_s, "mip_rel_gap": _gap(runs)},
+                options={"time_limit": time_limit_s, "mip_rel_gap": _gap(acts)},
             )
         if result.x is None:
             return None
-        chosen = tuple(run for run, x in zip(self.runs, result.x[:runs], strict=True) if x > 0.5)
+        chosen = tuple(act for act, x in zip(self.acts, result.x[:acts], strict=True) if x > 0.5)
         bound = getattr(result, "mip_dual_bound", None)
         if bound is None or budget is None:
             return chosen, 0.0
@@ -218,25 +225,25 @@ class _Program:
         return chosen, max(0.0, (float(bound) - most_for_peak) * self.total_s)
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
-        """Memory rows below the peak column; held blocks; every call in at most one run."""
-        runs, offset = len(self.runs), len(self.runs) + len(self.kinds)
+        """Memory rows below the peak column; held blocks; every call in at most one act."""
+        acts, offset = len(self.acts), len(self.acts) + len(self.kinds)
         seconds, peak = columns - 2, columns - 1
         entries: list[tuple[int, int, float]] = []
         upper: list[float] = []
         for kind, members in enumerate(self.members):
-            for run in np.flatnonzero(members):
-                entries.append((len(upper), int(run), float(members[run])))
-            entries.append((len(upper), runs + kind, -1.0))
+            for act in np.flatnonzero(members):
+                entries.append((len(upper), int(act), float(members[act])))
+            entries.append((len(upper), acts + kind, -1.0))
             upper.append(0.0)
         for who, slack_s in enumerate((0.0, self.simulator.profile.host_slack_s)):
             for kind, cost in enumerate(self.kinds):
-                entries.append((len(upper), runs + kind, cost[who] / self.total_s))
+                entries.append((len(upper), acts + kind, cost[who] / self.total_s))
             entries.append((len(upper), seconds, -1.0))
             upper.append(slack_s / self.total_s)
         for row in self.memory:
             line = len(upper)
-            for run in np.flatnonzero(row.coefficients):
-                entries.append((line, int(run), float(row.coefficients[run]) / self.scale))
+            for act in np.flatnonzero(row.coefficients):
+                entries.append((line, int(act), float(row.coefficients[act]) / self.scale))
             for holders, size in row.shared.items():
                 entries.append((line, offset + self.holders[holders], size / self.scale))
             entries.append((line, peak, -1.0))
@@ -245,19 +252,19 @@ class _Program:
             for clique in holders:
                 line = len(upper)
                 entries.append((line, offset + number, -1.0))
-                if clique.kept:  # held >= 1 - (runs with the call that do not hold the block)
-                    others = set(self.rows.containing[clique.call]) - clique.runs
+                if clique.kept:  # held >= 1 - (acts with the call that do not hold the block)
+                    others = set(self.rows.containing[clique.call]) - clique.acts
                     entries.extend((line, other, -1.0) for other in sorted(others))
                     upper.append(-1.0)
-                else:  # held >= the sum of the runs that hold it
-                    entries.extend((line, holder, 1.0) for holder in sorted(clique.runs))
+                else:  # held >= the sum of the acts that hold it
+                    entries.extend((line, holder, 1.0) for holder in sorted(clique.acts))
                     upper.append(0.0)
         for containing in self.rows.containing:
             if containing:
                 entries.extend((len(upper), member, 1.0) for member in containing)
                 upper.append(1.0)
         for cut in self._cuts:
-            signs = [1.0 if run in cut else -1.0 for run in self.runs]
+            signs = [1.0 if act in cut else -1.0 for act in self.acts]
             entries.extend((len(upper), number, sign) for number, sign in enumerate(signs))
             upper.append(len(cut) - 1.0)
         table = np.array(entries, dtype=float).reshape(-1, 3)

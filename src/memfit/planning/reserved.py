@@ -13,18 +13,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from memfit.ir.joint_graph import Span
 from memfit.ir.profile import Placed
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Act, Ints, Pick, Run
+from memfit.planning.simulate import Simulator
 
 MIB = 2**20
 SMALL_REQUEST = MIB
 SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
-Key = tuple[int, int]  # block, and the run that replays it (-1: the original)
-MODEL_ENDS: Key = (-1, -1)  # stands in the sequence where the model's forward is over
+# What is allocated: (block, the call whose replay makes it, -1: the original), or a part of a pick.
+Key = tuple[object, ...]
+MODEL_ENDS: Key = ("model ends", -1)  # stands in the sequence where the model's forward is over
 
 
-def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False) -> int | None:
+def reserved_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False) -> int | None:
     """Highest bytes the allocator holds in the step; None where that is not known.
 
     With `trim`, it gives its free pages back when the model's forward ends.
@@ -37,7 +40,7 @@ def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False
     large = _Segment(LARGE_PAGE, start.large, [h for h in holes if h > SMALL_REQUEST])
     places: dict[Key, tuple[_Segment, int]] = {}
     highest = 0
-    for key, size in allocation_sequence(simulator, runs):
+    for key, size in allocation_sequence(simulator, acts):
         if key == MODEL_ENDS:
             if trim:
                 small.trim()
@@ -52,33 +55,105 @@ def reserved_bytes(simulator: Simulator, runs: Sequence[Run], trim: bool = False
     return start.reserved_bytes + highest
 
 
-def allocation_sequence(simulator: Simulator, runs: Sequence[Run]) -> Iterator[tuple[Key, int]]:
-    """The step's allocations (positive bytes) and frees (negative) in order, replays included."""
+def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[tuple[Key, int]]:
+    """The step's allocations (positive bytes) and frees (negative) in order, acts included."""
     sim = simulator
     length = sim.graph.length
-    death = sim.deaths(runs)
-    # At one position frees come before replays, replays before allocations.
+    death = sim.deaths(acts)
+    passes = [part for act in acts if isinstance(act, Pick) for part in _passes(sim, act)]
+    placed = {block for part in passes for block in part.blocks.values()}
+    # At one position frees come before acts, acts before allocations.
     moments: list[tuple[int, int, Key, int]] = [(sim.graph.model_end, 3, MODEL_ENDS, 0)]
     for block in range(len(sim.bytes)):
         size = int(sim.bytes[block])
-        moments.append((int(sim.birth[block]), 2, (block, -1), size))
+        if death[block] <= sim.birth[block]:
+            continue  # never made
+        if block not in placed:
+            moments.append((int(sim.birth[block]), 2, (block, -1), size))
         if death[block] < length:
             moments.append((int(death[block]), 0, (block, -1), -size))
-    replays = {}
-    for run in runs:
-        replay = sim.replay(run)
-        if replay is not None:
-            replays[run[0]] = (run, replay)
-            moments.append((replay.need, 1, (-1, run[0]), 0))
-            for block, release in zip(replay.blocks, replay.releases, strict=True):
-                moments.append((int(release), 0, (int(block), run[0]), -int(sim.bytes[block])))
+    inside: dict[Key, Iterator[tuple[Key, int]]] = {}
+    for number, part in enumerate(passes):
+        inside["pass", number] = part.sequence()
+        moments.append((part.position, 1, ("pass", number), 0))
+    for act in acts:
+        effect = sim.effect(act)
+        if isinstance(act, Pick) or not len(effect.blocks):
+            continue
+        inside["run", act[0]] = _replayed(sim, act, set(effect.blocks.tolist()))
+        moments.append((effect.need, 1, ("run", act[0]), 0))
+        for block, release in zip(effect.blocks, effect.releases, strict=True):
+            moments.append((int(release), 0, (int(block), act[0]), -int(sim.bytes[block])))
     moments.sort(key=lambda m: (m[0], m[1]))
-    for _, order, key, size in moments:
+    for _, order, what, size in moments:
         if order == 1:
-            run, replay = replays[key[1]]
-            yield from _replayed(sim, run, set(replay.blocks.tolist()))
+            yield from inside[what]
         else:
+            yield what, size
+
+
+class _Pass:
+    """What one graph of a picked variant allocates and frees, where it runs in the step.
+
+    `own` storages are handed from forward to backward. Other spans that stay when the pass ends
+    are the step's own blocks, matched by size in order.
+    """
+
+    def __init__(
+        self,
+        call: int,
+        position: int,
+        spans: Sequence[Span],
+        own: set[int],
+        leaving: Sequence[tuple[int, int]],
+    ) -> None:
+        self.call, self.position = call, position
+        self.spans, self.own = spans, own
+        self.blocks: dict[int, int] = {}  # span -> the block of the step it stands for
+        waiting = list(leaving)
+        for number, span in enumerate(spans):
+            if span.birth >= 0 and span.death == -1 and span.storage not in own:
+                found = next((c for c in waiting if c[1] == span.bytes), None)
+                if found is not None:
+                    waiting.remove(found)
+                    self.blocks[number] = found[0]
+
+    def sequence(self) -> Iterator[tuple[Key, int]]:
+        """Allocations and frees in the order of the pass."""
+        moments: list[tuple[int, int, Key, int]] = []
+        for number, span in enumerate(self.spans):
+            if number in self.blocks:
+                moments.append((span.birth, 1, (self.blocks[number], -1), span.bytes))
+                continue
+            handed = span.storage in self.own and -1 in (span.birth, span.death)
+            if not handed and -1 in (span.birth, span.death):
+                continue  # a tangent, or a gradient that is added to one there
+            key: Key = ("here", self.position, number)
+            if handed:
+                key = ("own", self.call, span.storage)
+            if span.birth >= 0:
+                moments.append((span.birth, 1, key, span.bytes))
+            if span.death >= 0:
+                moments.append((span.death, 0, key, -span.bytes))
+        moments.sort(key=lambda m: (m[0], m[1]))
+        for _, _, key, size in moments:
             yield key, size
+
+
+def _passes(sim: Simulator, pick: Pick) -> list[_Pass]:
+    call, variant = sim.graph.calls[pick.call], sim.variant(pick)
+    stays = {s.storage for s in variant.forward if s.death == -1}
+    own = stays & {s.storage for s in variant.backward if s.birth == -1}
+    made = (sim.call == call.index) & (sim.death > call.exit)
+    left = (sim.birth > call.need) & (sim.birth < call.finish) & (sim.death > call.finish)
+
+    def sizes(blocks: Ints) -> list[tuple[int, int]]:
+        return [(int(b), int(sim.bytes[b])) for b in np.flatnonzero(blocks)]
+
+    return [
+        _Pass(pick.call, call.enter, variant.forward, own, sizes(made)),
+        _Pass(pick.call, call.need, variant.backward, own, sizes(left)),
+    ]
 
 
 def _replayed(sim: Simulator, run: Run, survivors: set[int]) -> Iterator[tuple[Key, int]]:

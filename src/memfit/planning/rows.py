@@ -1,7 +1,7 @@
-"""The memory of a step at one position, as a linear row over the runs a plan may choose.
+"""The memory of a step at one position, as a linear row over the acts a plan may choose.
 
-Variables: one 0/1 per candidate run. A call is kept when no chosen run contains it, so the chosen
-runs that contain one call exclude each other. A block that several calls may hold needs one more
+Variables: one 0/1 per candidate act. A call is kept when no chosen act decides about it, so the
+acts about one call exclude each other. A block that several calls may hold needs one more
 variable: it is there when any of them holds it.
 """
 
@@ -13,16 +13,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from memfit.planning.simulate import Ints, Run, Simulator
+from memfit.planning.acts import Act, Ints, Pick, calls_of
+from memfit.planning.simulate import Simulator
 
 
 @dataclass(frozen=True)
 class Clique:
-    """Choices that exclude each other: keeping `call` (if `kept`), or one of `runs`."""
+    """Choices that exclude each other: keeping `call` (if `kept`), or one of `acts`."""
 
     call: int
     kept: bool
-    runs: frozenset[int]
+    acts: frozenset[int]
 
 
 Holders = frozenset[Clique]
@@ -30,7 +31,7 @@ Holders = frozenset[Clique]
 
 @dataclass
 class Row:
-    """constant + coefficients . runs + sum of bytes over held blocks."""
+    """constant + coefficients . acts + sum of bytes over held blocks."""
 
     constant: int
     coefficients: Ints
@@ -38,17 +39,17 @@ class Row:
 
 
 class MemoryRows:
-    """Builds rows for one step and one list of candidate runs."""
+    """Builds rows for one step and one list of candidate acts."""
 
-    def __init__(self, simulator: Simulator, runs: Sequence[Run]) -> None:
+    def __init__(self, simulator: Simulator, acts: Sequence[Act]) -> None:
         self.simulator = simulator
-        self.runs = list(runs)
+        self.acts = list(acts)
         graph = simulator.graph
         self.containing: list[list[int]] = [[] for _ in graph.calls]
-        for number, (first, last) in enumerate(self.runs):
-            for call in range(first, last + 1):
+        for number, act in enumerate(self.acts):
+            for call in calls_of(act):
                 self.containing[call].append(number)
-        arguments = {b for call in graph.calls for b in call.args}
+        arguments = {b for call in graph.calls for b in (*call.args, *call.held.values())}
         self._shared = np.zeros(len(graph.blocks), dtype=bool)
         for block in graph.blocks:
             holders = {h.call for h in block.holds}
@@ -60,18 +61,31 @@ class MemoryRows:
         """Lay out who may hold what, and when, in arrays."""
         sim, graph = self.simulator, self.simulator.graph
         replayed, held, spans = [], [], []
-        for number, run in enumerate(self.runs):
-            replay = sim.replay(run)
-            if replay is None:
+        # Blocks that a call's picks do not make: (first, last position, blocks, the picks).
+        self._absent: list[tuple[int, int, Ints, list[int]]] = []
+        picks: dict[int, list[int]] = {}
+        for number, act in enumerate(self.acts):
+            effect = sim.effect(act)
+            spans += [(number, *standing) for standing in effect.standing]
+            for block, release in zip(effect.blocks, effect.releases, strict=True):
+                replayed.append((number, block, effect.need, release))
+            if isinstance(act, Pick):
+                picks.setdefault(act.call, []).append(number)
+                held += [(number, b, act.call, effect.held_until) for b in effect.held]
                 continue
-            enter = graph.calls[run[0]].enter
-            spans.append((number, enter, replay.done, replay.state_bytes))
-            for block, release in zip(replay.blocks, replay.releases, strict=True):
-                replayed.append((number, block, replay.need, release))
-            for call in graph.calls[run[0] : run[1] + 1]:
-                first = call.index == run[0]
+            if effect.held_until == 0:
+                continue
+            for call in graph.calls[act[0] : act[1] + 1]:
+                first = call.index == act[0]
                 for block in call.args if first else set(call.args) - set(call.linked):
-                    held.append((number, block, call.index, replay.done))
+                    held.append((number, block, call.index, effect.held_until))
+        for index, numbers in picks.items():
+            call = graph.calls[index]
+            own = sim.own_blocks(call)
+            forward = own[sim.birth[own] <= call.exit]
+            backward = own[sim.birth[own] > call.exit]
+            self._absent.append((call.enter, call.exit, forward, numbers))
+            self._absent.append((call.need, call.finish, backward, numbers))
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 4)
         self._replayed = np.array(replayed, dtype=np.int64).reshape(-1, 4)
         self._held = np.array(held, dtype=np.int64).reshape(-1, 4)
@@ -82,7 +96,7 @@ class MemoryRows:
         born = sim.birth <= position
         flowing = born & (position < sim.death)
         constant = graph.static_bytes + int(sim.bytes[flowing].sum())
-        coefficients = np.zeros(len(self.runs), dtype=np.int64)
+        coefficients = np.zeros(len(self.acts), dtype=np.int64)
         waiting = born & ~flowing
 
         active = waiting[sim.hold_block] & (position < sim.hold_release)
@@ -95,44 +109,45 @@ class MemoryRows:
             constant += int(per_call[call])
             coefficients[self.containing[call]] -= per_call[call]
 
-        number, enter, done, state = self._spans.T
-        span = (enter <= position) & (position < done)
-        np.add.at(coefficients, number[span], state[span])
+        number, start, until, size = self._spans.T
+        span = (start <= position) & (position < until)
+        np.add.at(coefficients, number[span], size[span])
         number, block, need, release = self._replayed.T
         again = (need <= position) & (position < release)
         np.add.at(coefficients, number[again], sim.bytes[block[again]])
+        for first, last, blocks, numbers in self._absent:
+            if first <= position <= last:
+                coefficients[numbers] -= int(sim.bytes[blocks[flowing[blocks]]].sum())
 
         shared: dict[Holders, int] = {}
         for block_id, holders in self._holders(position, active, waiting).items():
-            size = int(sim.bytes[block_id])
+            size_of = int(sim.bytes[block_id])
             if len(holders) > 1:
-                shared[holders] = shared.get(holders, 0) + size
+                shared[holders] = shared.get(holders, 0) + size_of
                 continue
             (only,) = holders
             if only.kept:
-                constant += size
-                for run in self.containing[only.call]:
-                    if run not in only.runs:
-                        coefficients[run] -= size
+                constant += size_of
+                for act in self.containing[only.call]:
+                    if act not in only.acts:
+                        coefficients[act] -= size_of
             else:
-                for run in only.runs:
-                    coefficients[run] += size
+                for act in only.acts:
+                    coefficients[act] += size_of
         return Row(constant, coefficients, shared)
 
-    def replays(self) -> list[Row]:
-        """The worst moments inside replays: one row per position where replays begin.
+    def insides(self) -> list[Row]:
+        """The worst moments inside acts: one row per position where such moments lie.
 
-        Runs whose replays begin together exclude each other, so they share a row.
+        Acts with a moment at one position exclude each other, so they share a row.
         """
         extra: dict[int, dict[int, int]] = {}
-        for number, run in enumerate(self.runs):
-            replay = self.simulator.replay(run)
-            if replay is not None:
-                inside = replay.peak_bytes - replay.survivor_bytes
-                extra.setdefault(replay.need, {})[number] = inside
+        for number, act in enumerate(self.acts):
+            for position, inside, _ in self.simulator.effect(act).inside:
+                extra.setdefault(position, {})[number] = inside
         rows = []
-        for need, inside_of in sorted(extra.items()):
-            row = self.at(need)
+        for position, inside_of in sorted(extra.items()):
+            row = self.at(position)
             coefficients = row.coefficients.copy()
             for number, inside in inside_of.items():
                 coefficients[number] += inside
@@ -146,12 +161,12 @@ class MemoryRows:
         keeping = active & self._shared[sim.hold_block]
         for block, call in zip(sim.hold_block[keeping], sim.hold_call[keeping], strict=True):
             by_block.setdefault(int(block), {})[int(call)] = (True, set())
-        number, block, consumer, done = self._held.T
-        held = waiting[block] & (position < done)
-        for run, b, call in zip(number[held], block[held], consumer[held], strict=True):
+        number, block, consumer, until = self._held.T
+        held = waiting[block] & (position < until)
+        for act, b, call in zip(number[held], block[held], consumer[held], strict=True):
             calls = by_block.setdefault(int(b), {})
-            calls.setdefault(int(call), (False, set()))[1].add(int(run))
+            calls.setdefault(int(call), (False, set()))[1].add(int(act))
         return {
-            b: frozenset(Clique(call, kept, frozenset(runs)) for call, (kept, runs) in c.items())
+            b: frozenset(Clique(call, kept, frozenset(acts)) for call, (kept, acts) in c.items())
             for b, c in by_block.items()
         }

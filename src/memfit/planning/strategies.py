@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.planning import optimal
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Act, Run
+from memfit.planning.simulate import Simulator
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Choice:
-    """Chosen runs and, where a strategy proves one, the fewest seconds any plan needs."""
+    """Chosen acts and, where a strategy proves one, the fewest seconds any plan needs."""
 
-    runs: tuple[Run, ...]
+    acts: tuple[Act, ...]
     lower_bound_s: float = 0.0
     note: str | None = None
     trim: bool = False
@@ -64,9 +65,9 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
     budget = request.budget
     ranked = sorted(
         worthwhile_calls(simulator),
-        key=lambda c: (-saved_bytes(simulator, c) / simulator.run_seconds((c, c)), c),
+        key=lambda c: (-saved_bytes(simulator, c) / simulator.seconds_of((c, c)), c),
     )
-    chosen: list[Run] = []
+    chosen: list[Act] = []
     for call in ranked:
         if budget is not None and simulator.peak_bytes(sorted(chosen)) <= budget:
             break
@@ -78,7 +79,7 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
 def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     """The least recompute that meets the budget, with a proven bound."""
     if request.budget is None:
-        return Choice(optimal.smallest(simulator, time_limit_s=request.time_limit_s).runs)
+        return Choice(optimal.smallest(simulator, time_limit_s=request.time_limit_s).acts)
     seeds = _feasible_seeds(simulator, request)
     best = min(seeds, key=simulator.step_seconds, default=None)
     try:
@@ -89,10 +90,10 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
         return Choice(best, note="the solver was interrupted: best plan found so far, no bound")
     if solution is None:
         return None if best is None else Choice(best, note="the solver ran out of time")
-    if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.runs):
+    if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.acts):
         return Choice(best, solution.lower_bound_s)
     note = "the solver ran out of time: a better plan may exist" if solution.stopped else None
-    return Choice(solution.runs, solution.lower_bound_s, note)
+    return Choice(solution.acts, solution.lower_bound_s, note)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -117,12 +118,12 @@ def saved_bytes(simulator: Simulator, call: int) -> int:
     return int(simulator.bytes[first == call].sum())
 
 
-def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Run, ...]]:
+def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Act, ...]]:
     assert request.budget is not None
     free = Request(request.budget, float("inf"))
     choices = [s(simulator, free) for s in (choose_none, choose_ratio, choose_interval)]
-    found = [c.runs for c in choices if c is not None]
-    return [runs for runs in found if simulator.peak_bytes(runs) <= request.budget]
+    found = [c.acts for c in choices if c is not None]
+    return [acts for acts in found if simulator.peak_bytes(acts) <= request.budget]
 
 
 def _groups(simulator: Simulator, calls: list[int], length: int) -> tuple[Run, ...]:

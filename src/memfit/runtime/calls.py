@@ -6,7 +6,7 @@ in the step, with the number the call has in the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from memfit.errors import PlanFileError
 from memfit.workload import unwrap
 
 Forward = Callable[..., Any]
+Wrap = Callable[[Forward], Forward]  # a module's forward -> the code that runs in its place
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Engine(Protocol):
 
 
 @contextmanager
-def replaced_forward(module: torch.nn.Module, wrap: Callable[[Forward], Forward]) -> Iterator[None]:
+def replaced_forward(module: torch.nn.Module, wrap: Wrap) -> Iterator[None]:
     """Run `wrap(forward)` in the place of the module's forward until the block is left."""
     had = "forward" in module.__dict__
     before = module.__dict__.get("forward")
@@ -74,9 +75,16 @@ def named_modules(model: torch.nn.Module, names: Iterable[str]) -> dict[str, tor
 class Router:
     """Knows which call of the step a module's forward is, and hands it to the engine."""
 
-    def __init__(self, model: torch.nn.Module, route: Route, engine: Engine) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        route: Route,
+        engine: Engine,
+        code: Mapping[int, Wrap] | None = None,
+    ) -> None:
         self.model = unwrap(model)
         self.engine = engine
+        self._code = code or {}
         self._indices: dict[str, dict[int, int]] = {}
         self._visits: dict[str, int] = {}
         for index, (module, number, visits) in enumerate(route.calls):
@@ -106,13 +114,14 @@ class Router:
             self._undo.pop().__exit__(None, None, None)
         self.begin()
 
-    def _replace(self, module: torch.nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    def _replace(self, module: torch.nn.Module, wrap: Wrap) -> None:
         change = replaced_forward(module, wrap)
         change.__enter__()
         self._undo.append(change)
 
     def _segment(self, name: str, forward: Forward) -> Forward:
         indices, visits = self._indices[name], self._visits[name]
+        bound = {i: self._code[i](forward) for i in indices.values() if i in self._code}
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.engine.replaying or self._evaluating:
@@ -122,7 +131,7 @@ class Router:
             index = indices.get(number % visits)
             if index is None:  # this call of the module lies inside another segment
                 return forward(*args, **kwargs)
-            return self.engine(index, forward, args, kwargs)
+            return self.engine(index, bound.get(index, forward), args, kwargs)
 
         return call
 
@@ -154,9 +163,14 @@ class Router:
 
 
 @contextmanager
-def routed(model: torch.nn.Module, route: Route, engine: Engine) -> Iterator[Router]:
-    """Route every segment call of `model` through `engine` until the block is left."""
-    router = Router(model, route, engine)
+def routed(
+    model: torch.nn.Module, route: Route, engine: Engine, code: Mapping[int, Wrap] | None = None
+) -> Iterator[Router]:
+    """Route every segment call of `model` through `engine` until the block is left.
+
+    `code` says for some calls what runs in the place of their module's forward.
+    """
+    router = Router(model, route, engine, code)
     try:
         router.install()
         yield router

@@ -31,6 +31,10 @@ class RandomState:
                 generator.manual_seed(seed)
             generator.set_offset(offset)
 
+    def same_as(self, other: RandomState) -> bool:
+        """Whether both are one state: nothing was drawn between them."""
+        return self.cuda == other.cuda and torch.equal(self.cpu, other.cpu)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run a block from these states, then go on from where the generators were."""

@@ -10,7 +10,7 @@ the replay, so a recomputed step gives the same numbers as a plain one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,8 +94,10 @@ class Recompute:
         mutated_buffers: Mapping[int, Sequence[str]] | None = None,
         observer: Observer | None = None,
         trim: bool = False,
+        compiled: Container[int] = (),
     ) -> None:
         self._trim = trim
+        self._compiled = compiled  # calls that run compiled code: nothing it was made for may change
         self._run_of = {i: run for run in runs for i in range(run[0], run[1] + 1)}
         self._modules = modules
         self._norms = {i: statistics_norms(modules[i]) for i in self._run_of}
@@ -213,7 +215,8 @@ class Recompute:
         args, kwargs = tree_unflatten(leaves, step.spec)
         with ExitStack() as stack:
             stack.enter_context(step.random.replayed())
-            stack.enter_context(frozen_statistics(self._norms[step.index]))
+            still = scratch_statistics if step.index in self._compiled else frozen_statistics
+            stack.enter_context(still(self._norms[step.index]))
             if step.buffers:
                 stack.enter_context(self._old_buffers(step))
             if self._observer:
@@ -267,6 +270,23 @@ def frozen_statistics(norms: Sequence[Any]) -> Iterator[None]:
         for m, momentum, batches in before:
             m.momentum = momentum
             m._buffers["num_batches_tracked"] = batches
+
+
+@contextmanager
+def scratch_statistics(norms: Sequence[Any]) -> Iterator[None]:
+    """Run normalisation layers on running statistics that are thrown away afterwards.
+
+    Compiled code was made for a momentum, so that cannot change; the training output does not use
+    the running values, so scratch memory may hold anything.
+    """
+    before = [(m._buffers, dict(m._buffers)) for m in norms if m.training]
+    for buffers, old in before:
+        buffers.update({k: None if b is None else torch.zeros_like(b) for k, b in old.items()})
+    try:
+        yield
+    finally:
+        for buffers, old in before:
+            buffers.update(old)
 
 
 def _position(tensor: torch.Tensor, outputs: list[Any]) -> int | None:

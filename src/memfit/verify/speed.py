@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from memfit.measure.step import run_step, untouched
@@ -36,13 +37,18 @@ def compare_speed(
     planned: Applied,
     *,
     steps: int,
+    unplanned: Applied | None = None,
     accumulate: int = 1,
     baseline: bool = True,
 ) -> Speed:
-    """Time `steps` steps of each kind, interleaved, after three to warm up."""
+    """Time `steps` steps of each kind, interleaved, after three to warm up.
+
+    `unplanned` runs the step by the plan's executor with everything kept; None: as its module does.
+    """
 
     def plain() -> None:
-        run_step(workload, accumulate=accumulate)
+        with unplanned or nullcontext():
+            run_step(workload, accumulate=accumulate)
 
     def with_plan() -> None:
         with planned:

@@ -23,6 +23,7 @@ def _segment(index: int, run: int | None) -> SegmentPlan:
         kind="Block",
         decision=KEEP if run is None else RECOMPUTE,
         saved_bytes=100 + index,
+        recomputed_bytes=0 if run is None else 100 + index,
         recompute_s=0.25,
         reason="why",
         run=run,
@@ -40,6 +41,7 @@ def plan() -> Plan:
         strategy="optimal",
         budget_bytes=12345,
         segments=tuple(_segment(i, run) for i, run in enumerate(runs)),
+        variants=(),
         predicted=Prediction(
             peak_bytes=12000,
             reserved_bytes=12100,
@@ -62,14 +64,14 @@ def test_what_is_loaded_is_what_was_saved(plan: Plan, tmp_path: Path) -> None:
     plan.save(path)
     assert Plan.load(path) == plan
     assert Plan.load(str(path)) == plan
-    assert json.loads(path.read_text())["schema_version"] == 1
+    assert json.loads(path.read_text())["schema_version"] == 2
 
 
 def test_runs_route_and_bytes(plan: Plan) -> None:
     assert plan.runs == [(0, 1), (3, 3)]
     assert plan.route[2] == ("layers.2", 0, 1)
-    assert plan.bytes_of(RECOMPUTE) == 100 + 101 + 103
-    assert plan.bytes_of(KEEP) == 102
+    assert plan.recomputed_bytes == 100 + 101 + 103
+    assert plan.kept_bytes == 102
 
 
 def _cut(data: dict[str, Any]) -> str:
@@ -83,7 +85,7 @@ def _cut(data: dict[str, Any]) -> str:
         (_cut, "not a whole memfit plan"),
         (lambda data: "", "not a whole memfit plan"),
         (lambda data: "[1, 2]", "not a JSON object"),
-        (lambda data: json.dumps({**data, "schema_version": 2}), "schema_version is 2"),
+        (lambda data: json.dumps({**data, "schema_version": 3}), "schema_version is 3"),
         (lambda data: json.dumps({**data, "schema_version": None}), "schema_version is None"),
         (lambda data: json.dumps({**data, "colour": 1}), "unknown field 'colour'"),
         (lambda data: json.dumps({**data, "segments": "all"}), "Plan.segments should be a list"),

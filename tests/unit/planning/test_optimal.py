@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from memfit.ir.profile import Profile
 from memfit.planning import optimal
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Run
+from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import STRATEGIES, Request
 
 Profiles = Callable[..., st.SearchStrategy[Profile]]
@@ -56,8 +57,8 @@ def test_fastest_is_as_fast_as_brute_force(
     solution = optimal.fastest(simulator, budget)
     assert (solution is None) == (best is None)
     if solution is not None and best is not None:
-        assert simulator.peak_bytes(solution.runs) <= budget
-        seconds = simulator.extra_seconds(solution.runs)
+        assert simulator.peak_bytes(solution.acts) <= budget
+        seconds = simulator.extra_seconds(solution.acts)
         total = _everything(profile)
         slack = TIME_TOLERANCE * total * max(1.0, budget / simulator.peak_bytes([]))
         assert seconds <= best + slack
@@ -73,7 +74,7 @@ def test_smallest_has_the_lowest_peak_there_is(
     profile = data.draw(random_profiles(5, accumulate=2))
     lowest = min(peak for peak, _ in _table(profile, disjoint_runs))
     simulator = Simulator(profile)
-    peak = simulator.peak_bytes(optimal.smallest(simulator).runs)
+    peak = simulator.peak_bytes(optimal.smallest(simulator).acts)
     assert lowest <= peak <= lowest + TIME_TOLERANCE * simulator.peak_bytes([]) + 1
 
 
@@ -100,18 +101,18 @@ def test_optimal_is_never_slower_than_another_strategy(
 ) -> None:
     profile = data.draw(random_profiles(8))
     simulator = Simulator(profile)
-    low = simulator.peak_bytes(optimal.smallest(simulator).runs)
+    low = simulator.peak_bytes(optimal.smallest(simulator).acts)
     budget = data.draw(st.integers(low, max(low, simulator.peak_bytes([]))))
     request = Request(budget, float("inf"))
     best = STRATEGIES["optimal"](simulator, request)
     assert best is not None
-    assert simulator.peak_bytes(best.runs) <= budget
+    assert simulator.peak_bytes(best.acts) <= budget
     total = _everything(profile)
     for name, strategy in STRATEGIES.items():
         other = strategy(simulator, request)
-        if other is not None and simulator.peak_bytes(other.runs) <= budget:
-            limit = simulator.step_seconds(other.runs) + TIME_TOLERANCE * total
-            assert simulator.step_seconds(best.runs) <= limit, name
+        if other is not None and simulator.peak_bytes(other.acts) <= budget:
+            limit = simulator.step_seconds(other.acts) + TIME_TOLERANCE * total
+            assert simulator.step_seconds(best.acts) <= limit, name
 
 
 @settings(max_examples=30, deadline=None)
@@ -121,7 +122,7 @@ def test_time_is_monotone_in_the_budget_and_answers_repeat(
 ) -> None:
     profile = data.draw(random_profiles(6))
     simulator = Simulator(profile)
-    low, high = simulator.peak_bytes(optimal.smallest(simulator).runs), simulator.peak_bytes([])
+    low, high = simulator.peak_bytes(optimal.smallest(simulator).acts), simulator.peak_bytes([])
     budgets = sorted({low, high, *(low + (high - low) * k // 4 for k in range(1, 4))})
     total = _everything(profile)
     runs: list[tuple[Run, ...]] = []
@@ -130,7 +131,7 @@ def test_time_is_monotone_in_the_budget_and_answers_repeat(
         again = optimal.fastest(Simulator(profile), budget)
         assert solution is not None
         assert solution == again
-        runs.append(solution.runs)
+        runs.append(solution.acts)
     seconds = [simulator.step_seconds(r) for r in runs]
     for tighter, looser in pairwise(seconds):
         assert looser <= tighter + TIME_TOLERANCE * total
@@ -145,13 +146,13 @@ def test_a_solved_step_gives_the_same_answer_after_other_budgets(
     """Rows found for one budget must not change what another budget gets."""
     profile = data.draw(random_profiles(6))
     used = Simulator(profile)
-    low, high = used.peak_bytes(optimal.smallest(used).runs), used.peak_bytes([])
+    low, high = used.peak_bytes(optimal.smallest(used).acts), used.peak_bytes([])
     for budget in (high, (low + high) // 2, low, (low + high) // 2):
         fresh = optimal.fastest(Simulator(profile), budget)
         again = optimal.fastest(used, budget)
         assert fresh is not None and again is not None
         total = _everything(profile)
-        difference = used.step_seconds(fresh.runs) - used.step_seconds(again.runs)
+        difference = used.step_seconds(fresh.acts) - used.step_seconds(again.acts)
         assert abs(difference) <= TIME_TOLERANCE * total
 
 
@@ -168,7 +169,7 @@ def test_plans_a_byte_over_the_budget_do_not_hide_those_that_fit(
         assert simulator.peak_bytes(fits) <= budget
         solution = optimal.fastest(simulator, budget)
         assert solution is not None
-        assert simulator.peak_bytes(solution.runs) <= budget
+        assert simulator.peak_bytes(solution.acts) <= budget
         limit = simulator.step_seconds(fits) + TIME_TOLERANCE * 1.2
-        assert simulator.step_seconds(solution.runs) <= limit
+        assert simulator.step_seconds(solution.acts) <= limit
         assert solution.lower_bound_s <= 0.1 * (count + 1) + 1e-6

@@ -24,7 +24,8 @@ from memfit.planning.reserved import (
     allocation_sequence,
     reserved_bytes,
 )
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Run
+from memfit.planning.simulate import Simulator
 
 Chain = Callable[..., Profile]
 Profiles = Callable[..., st.SearchStrategy[Profile]]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import CATEGORIES
 from memfit.planning.rows import MemoryRows, Row
-from memfit.planning.simulate import Run, Simulator
+from memfit.planning.acts import Run
+from memfit.planning.simulate import Simulator
 
 Profiles = Callable[..., st.SearchStrategy[Profile]]
 LONGEST = 6
@@ -69,11 +70,11 @@ def test_timeline_categories_sum_to_the_total_and_its_peak_is_the_peak(
 
 def _evaluate(row: Row, rows: MemoryRows, runs: Sequence[Run], calls: int) -> int:
     """The row's bytes when exactly `runs` are chosen."""
-    chosen = {rows.runs.index(run) for run in runs}
+    chosen = {rows.acts.index(run) for run in runs}
     kept = set(range(calls)) - {c for first, last in runs for c in range(first, last + 1)}
     total = row.constant + sum(int(row.coefficients[n]) for n in chosen)
     for holders, size in row.shared.items():
-        if any((h.kept and h.call in kept) or h.runs & chosen for h in holders):
+        if any((h.kept and h.call in kept) or h.acts & chosen for h in holders):
             total += size
     return total
 
@@ -93,10 +94,9 @@ def test_rows_are_linear_pictures_of_the_curve(
     calls = len(profile.graph.calls)
     for position in range(profile.graph.length):
         assert _evaluate(rows.at(position), rows, runs, calls) == totals[position], position
-    replays = [replay for run in rows.runs if (replay := simulator.replay(run)) is not None]
-    needs = sorted({replay.need for replay in replays})
-    for need, row in zip(needs, rows.replays(), strict=True):
-        assert _evaluate(row, rows, runs, calls) == inside.get(need, totals[need])
+    moments = sorted({m[0] for act in rows.acts for m in simulator.effect(act).inside})
+    for moment, row in zip(moments, rows.insides(), strict=True):
+        assert _evaluate(row, rows, runs, calls) == inside.get(moment, totals[moment])
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,17 +142,17 @@ def test_live_blocks_are_those_the_curve_counts(
 def test_seconds_add_up(chain: Callable[..., Profile]) -> None:
     profile = chain(4)
     simulator = Simulator(profile)
-    assert simulator.run_seconds((1, 2)) == pytest.approx(0.2)
+    assert simulator.seconds_of((1, 2)) == pytest.approx(0.2)
     assert simulator.step_seconds([(0, 0), (2, 3)]) == pytest.approx(profile.step_s + 0.3)
     twice = Simulator(chain(4, accumulate=2))
-    assert twice.run_seconds((1, 2)) == pytest.approx(0.4)
+    assert twice.seconds_of((1, 2)) == pytest.approx(0.4)
 
 
 def test_the_host_counts_where_it_cannot_keep_up(chain: Callable[..., Profile]) -> None:
     profile = chain(4)
     times = tuple(replace(t, recompute_host_s=0.25) for t in profile.call_times)
     simulator = Simulator(replace(profile, call_times=times, host_slack_s=0.3))
-    assert simulator.run_host_seconds((1, 2)) == pytest.approx(0.5)
+    assert simulator.host_seconds_of((1, 2)) == pytest.approx(0.5)
     # One call: 0.25 s of the host hide in its slack, the device needs 0.1 s more.
     assert simulator.extra_seconds([(0, 0)]) == pytest.approx(0.1)
     # Three calls: the host needs 0.75 s, of which 0.3 s are hidden.

@@ -1,0 +1,105 @@
+"""What an act means tensor by tensor: a decision and a reason for every activation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memfit.ir.joint_graph import JointGraph, Variant
+from memfit.ir.plan import KEEP, RECOMPUTE, ActivationPlan, VariantPlan
+from memfit.ir.step_graph import Call
+from memfit.planning.simulate import Simulator
+from memfit.units import format_bytes, format_seconds
+
+
+def variant_plan(graph: JointGraph, variant: Variant, *, unplanned: bool) -> VariantPlan:
+    """The variant with a decision for each of its activations."""
+    forward = {n: rank for rank, n in enumerate(graph.forward_order())}
+    backward = [i for i, node in enumerate(graph.nodes) if node.role == "backward"]
+    return VariantPlan(
+        graph=graph.key,
+        kind=graph.kind,
+        saved=tuple(graph.nodes[n].name for n in sorted(variant.saved)),
+        unplanned=unplanned,
+        forward_ranks=len(forward),
+        backward_ranks=len(backward),
+        activations=tuple(_activations(graph, variant, forward, backward)),
+    )
+
+
+def _activations(
+    graph: JointGraph, variant: Variant, forward: dict[int, int], backward: list[int]
+) -> Iterable[ActivationPlan]:
+    """One row per tensor that could be handed to the backward: kept ones and those it reads."""
+    first_use: dict[int, int] = {}
+    for rank, reader in enumerate(backward):
+        for source in graph.nodes[reader].inputs:
+            first_use.setdefault(source, rank)
+    saved = set(variant.saved)
+    again = set(variant.recomputed)
+    for number, node in enumerate(graph.nodes):
+        activation = node.role in ("forward", "input") and node.can_save
+        if not activation or not (number in saved or number in again):
+            continue
+        seconds, sources = recompute_cost(graph, number, saved)
+        yield ActivationPlan(
+            name=node.name,
+            decision=KEEP if number in saved else RECOMPUTE,
+            bytes=node.bytes,
+            recompute_s=seconds,
+            creation_rank=forward.get(number, -1),
+            first_backward_rank=first_use.get(number, -1),
+            reason=_reason(graph, number, number in saved, seconds, sources),
+        )
+
+
+def recompute_cost(graph: JointGraph, number: int, saved: set[int]) -> tuple[float, list[int]]:
+    """Seconds to make a node again from kept tensors alone, and which it then reads."""
+    seconds, sources, seen, stack = 0.0, set[int](), {number}, [number]
+    while stack:
+        node = graph.nodes[stack.pop()]
+        seconds += node.seconds
+        for source in node.inputs:
+            if source in saved or graph.nodes[source].role in ("parameter", "input"):
+                sources.add(source)
+            elif source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return seconds, sorted(sources)
+
+
+def _reason(
+    graph: JointGraph, number: int, kept: bool, seconds: float, sources: list[int]
+) -> str:
+    node = graph.nodes[number]
+    if node.role == "input":
+        return "kept: the segment's input, to recompute from"
+    if kept and not node.can_recompute:
+        return "kept: it cannot be made twice"
+    if kept:
+        return f"kept: making it again would take {format_seconds(seconds)}"
+    names = [graph.nodes[s].name for s in sources]
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"frees {format_bytes(node.bytes)} for {format_seconds(seconds)}, from {shown}"
+
+
+def block_activations(
+    simulator: Simulator, call: Call, decision: str, seconds: float
+) -> tuple[ActivationPlan, ...]:
+    """The saved blocks of a call without a joint graph: all share the call's decision."""
+    rows: list[ActivationPlan] = []
+    for block in simulator.graph.blocks:
+        for hold in block.holds:
+            if hold.call != call.index or block.call != call.index:
+                continue
+            rows.append(
+                ActivationPlan(
+                    name=f"{block.origin.removeprefix('aten::') or 'tensor'}_{len(rows)}",
+                    decision=decision,
+                    bytes=block.bytes,
+                    recompute_s=seconds,
+                    creation_rank=block.birth,
+                    first_backward_rank=call.need,
+                    reason="with its segment, which was not captured",
+                )
+            )
+    return tuple(rows)

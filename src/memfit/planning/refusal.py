@@ -1,0 +1,76 @@
+"""Why a budget cannot be met: what stands in the way, and what would be possible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.errors import InfeasibleError
+from memfit.planning.acts import Act
+from memfit.planning.simulate import Simulator
+from memfit.units import format_bytes
+
+
+def blocking_tensors(simulator: Simulator, acts: Sequence[Act], most: int = 5) -> list[str]:
+    """The largest blocks at the peak under `acts`, each with its bytes, maker and size."""
+    peak = simulator.timeline(acts).peak
+    groups: dict[tuple[str, str, str], int] = {}
+    for number in simulator.live_blocks(acts, peak.position):
+        block = simulator.graph.blocks[number]
+        if block.call >= 0:
+            where = simulator.graph.calls[block.call].name
+        else:
+            where = "code between segments" if block.birth < simulator.graph.forward_end else ""
+        key = (block.category, where, block.origin.removeprefix("aten::"))
+        groups[key] = groups.get(key, 0) + block.bytes
+    static = [((name, "", ""), n) for name, n in simulator.graph.static.items() if n]
+    ranked = sorted([*static, *groups.items()], key=lambda item: -item[1])[:most]
+    return [
+        f"{format_bytes(n)} {' '.join(part for part in (origin, category) if part)}"
+        + (f" in {where}" if where else "")
+        for (category, where, origin), n in ranked
+    ]
+
+
+def incompressible_bytes(simulator: Simulator, acts: Sequence[Act]) -> dict[str, int]:
+    """What the leanest plan still needs: `fixed` all through the step, and on top of that at the
+    worst moments of `forward` and of `backward`."""
+    fixed = simulator.graph.static_bytes
+    highest = {"forward": 0, "backward": 0}
+    for point in simulator.timeline(acts).points:
+        phase = "forward" if point.position < simulator.graph.forward_end else "backward"
+        highest[phase] = max(highest[phase], point.total - fixed)
+    return {"fixed": fixed, **highest}
+
+
+def strategy_fails(
+    simulator: Simulator, strategy: str, budget: int, reached: Sequence[Act] | None, minimum: int
+) -> InfeasibleError:
+    """A simple strategy that misses a budget which `optimal` would meet."""
+    what = "nothing" if reached is None else format_bytes(simulator.peak_bytes(reached))
+    return InfeasibleError(
+        f"strategy {strategy!r} does not meet the budget of {format_bytes(budget)}: "
+        f"it reaches {what}",
+        budget_bytes=budget,
+        minimum_bytes=minimum,
+        hint=f"strategy 'optimal' goes down to {format_bytes(minimum)}",
+    )
+
+
+def nothing_fits(
+    simulator: Simulator, budget: int, leanest: Sequence[Act], minimum: int
+) -> InfeasibleError:
+    """A budget below what the leanest plan needs."""
+    parts = incompressible_bytes(simulator, leanest)
+    blocking = "; ".join(blocking_tensors(simulator, leanest))
+    return InfeasibleError(
+        f"no plan fits into {format_bytes(budget)}: the smallest possible is "
+        f"{format_bytes(minimum)} ({minimum} bytes). Incompressible: "
+        f"{format_bytes(parts['fixed'])} fixed (parameters, optimizer state, buffers, batch), "
+        f"{format_bytes(parts['forward'])} more in forward, "
+        f"{format_bytes(parts['backward'])} more in backward, gradients included. "
+        f"At its peak ({simulator.timeline(leanest).peak.where}): {blocking}",
+        budget_bytes=budget,
+        minimum_bytes=minimum,
+        incompressible_bytes=parts,
+        hint=f"try --budget {round(minimum * 1.02)}, a smaller batch, or bf16",
+    )
