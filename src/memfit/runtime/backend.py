@@ -1,0 +1,292 @@
+"""Compile one segment through dynamo and AOTAutograd, and run it.
+
+This is the only module that touches torch's compiler backends and their settings, so that a new
+release means one file to mend.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
+from torch._dynamo import exc as dynamo_errors
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.graph import _BoxedCodeGen
+
+from memfit.errors import MemfitError
+from memfit.measure.nodes import measure_nodes
+from memfit.runtime import partition
+from memfit.runtime.compiled import CannotCapture, Choice, CompiledSegments
+from memfit.runtime.joint import NotAGraph, read_by_backward, translate
+from memfit.runtime.random_state import RandomState
+
+_UNLIMITED = 1_000_000
+# Past its limits dynamo runs a segment eagerly without a word; here only errors stop it.
+_DYNAMO_SETTINGS = {
+    "recompile_limit": _UNLIMITED,
+    "accumulated_recompile_limit": _UNLIMITED,
+    "suppress_errors": False,
+}
+_AOT_SETTINGS = {
+    "force_non_lazy_backward_lowering": True,  # so that errors come at the forward
+    "enable_autograd_cache": False,  # a pair from the cache comes without its joint graph
+}
+_GRAPH_SETTINGS = _AOT_SETTINGS | {
+    "graphsafe_rng_functionalization": False,  # draws other numbers than eager code would
+    "donated_buffer": False,  # nothing is overwritten, so a graph may be retained
+}
+_LIMIT_ERROR: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", NotAGraph)
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class Program:
+    """One function of ours for dynamo to compile: a segment's forward under one choice."""
+
+    _numbers = itertools.count()
+
+    def __init__(
+        self,
+        segments: CompiledSegments,
+        function: Callable[..., Any],
+        kind: str,
+        choice: Choice,
+    ) -> None:
+        self.segments, self.kind, self.choice = segments, kind, choice
+        self._function = _own_function(function, f"segment_{next(self._numbers)}")
+        self._backend = self._compile  # one object: dynamo knows backends by identity
+        self._run = torch.compile(
+            self._function, backend=self._backend, dynamic=False, fullgraph=True
+        )
+
+    def __call__(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a module's forward; CannotCapture when it cannot be compiled."""
+        with dynamo_config.patch(_DYNAMO_SETTINGS):
+            try:
+                return self._run(module, args, kwargs)
+            except (dynamo_errors.TorchDynamoException, _LIMIT_ERROR) as error:
+                raise _explained(error, self.kind) from error
+
+    def close(self) -> None:
+        """Make dynamo forget the function and the backend."""
+        eval_frame.reset_code(self._function.__code__)
+        eval_frame.cached_backends.pop(id(self._backend), None)
+
+    def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compilation = _Compilation(self)
+        fused = self.segments.executor == "inductor"
+        settings = _AOT_SETTINGS if fused else _GRAPH_SETTINGS
+        with functorch_config.patch(_known(settings, functorch_config)):
+            compiled = (_with_inductor if fused else _as_traced)(module, inputs, compilation)
+        self.segments.compilations += 1
+        return compiled
+
+
+class _Compilation:
+    """One graph being compiled: cuts it in two, then wraps its forward."""
+
+    def __init__(self, program: Program) -> None:
+        self.segments, self.kind, self.choice = program.segments, program.kind, program.choice
+        self.key: str | None = None  # known once the graph is cut; none without gradients
+        self.pair: partition.Pair | None = None
+
+    def cut(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The partition function that AOTAutograd calls."""
+        fused = self.segments.executor == "inductor"
+        traced = partition.prepare(
+            module,
+            num_fwd_outputs,
+            static_lifetime_input_indices,
+            tags_tell_backward=not fused,
+        )
+        graph = translate(traced, self.kind)
+        self.choice.check(graph.key, self.kind)
+        if self.choice.saved is not None:
+            self.pair = partition.split(traced, graph, self.choice.saved)
+        elif fused:
+            self.pair = partition.default_min_cut(traced, graph, inputs)
+        else:
+            saved = read_by_backward(graph, traced.recompute_asked)
+            self.pair = partition.split(traced, graph, saved)
+        if self.choice.saved is None:
+            kept = (graph.index[name] for name in self.pair.saved)
+            graph = replace(graph, unplanned=tuple(sorted(kept)))
+        self.key = self.segments.found(graph).key
+        return self.pair.forward, self.pair.backward
+
+    def forward(self, module: fx.GraphModule, compiled: Boxed) -> Boxed:
+        """The compiled forward, which tells the segments that it runs."""
+        segments, key = self.segments, self.key
+        names = [n.name for n in module.graph.find_nodes(op="placeholder")]
+        results = () if self.pair is None else self.pair.results
+        measure = self._measure if self.choice.plain and self.choice.saved is None else None
+
+        def run(args: list[Any]) -> Any:
+            segments.begins(key)
+            if key is not None and measure is not None and segments.wants_costs(key):
+                measure(args)
+            if segments.watch is None:
+                return compiled(args)
+            _show(segments.watch, names, args)
+            returned = compiled(args)
+            _show(segments.watch, results, returned)
+            return returned
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _measure(self, args: Sequence[Any]) -> None:
+        assert self.pair is not None and self.key is not None
+        devices = {a.device for a in args if isinstance(a, torch.Tensor)}
+        with RandomState.of(devices).replayed(), torch.no_grad():
+            costs = measure_nodes(
+                self.pair.forward,
+                self.pair.backward,
+                args,
+                num_outputs=self.pair.num_outputs,
+                fused=self.segments.executor == "inductor",
+            )
+        self.segments.measured(self.key, costs)
+
+
+class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """The cut of one compilation for inductor, which copies it: it holds no tensor itself."""
+
+    _compilations: ClassVar[dict[int, _Compilation]] = {}
+    _numbers = itertools.count()
+
+    def __init__(self, compilation: _Compilation) -> None:
+        self.number = next(self._numbers)
+        self.choice = compilation.choice
+        self._compilations[self.number] = compilation
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        return self._compilations[self.number].cut(gm, joint_inputs, **options)
+
+    def uuid(self) -> Any:
+        """What the cut depends on, for inductor's cache of compiled code."""
+        return ("memfit", self.choice.structure, self.choice.saved)
+
+    def forget(self) -> None:
+        """Let go of the compilation."""
+        del self._compilations[self.number]
+
+
+def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilation) -> Any:
+    """Compile into the traced operators themselves."""
+
+    def compile_forward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return compilation.forward(half, _boxed(half))
+
+    def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return _boxed(half)
+
+    backend = aot_autograd(
+        fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=compilation.cut
+    )
+    return backend(module, inputs)
+
+
+def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Compilation) -> Any:
+    """Compile with inductor; a plain choice stops before code is made."""
+    plain = compilation.choice.plain
+
+    def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        names = half  # its graph is changed by compiling
+        compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
+        return compiled if options.get("is_backward") else compilation.forward(names, compiled)
+
+    partitioner = _Partitioner(compilation)
+    try:
+        return compile_fx(
+            module,
+            inputs,
+            inner_compile=compile_half,
+            config_patches={"custom_partitioner_fn": partitioner},
+        )
+    finally:
+        partitioner.forget()
+
+
+def _boxed(module: fx.GraphModule) -> Boxed:
+    """A function that takes its arguments in a list, which it empties as it goes."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _show(watch: Callable[[str, torch.Tensor], None], names: Sequence[str], values: Any) -> None:
+    for name, value in zip(names, values, strict=False):
+        if name and isinstance(value, torch.Tensor):
+            watch(name, value)
+
+
+def _own_function(target: Callable[..., Any], name: str) -> FunctionType:
+    """A function with a code object of its own that calls `target`.
+
+    dynamo keeps its caches and limits per code object, and skips torch's own modules when they
+    are compiled directly.
+    """
+
+    def segment(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return target(module, *args, **kwargs)
+
+    code = segment.__code__.replace(co_name=name)
+    return FunctionType(code, segment.__globals__, name, None, segment.__closure__)
+
+
+def _known(settings: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The settings that this release of torch has."""
+    return {name: value for name, value in settings.items() if hasattr(config, name)}
+
+
+def _explained(error: BaseException, kind: str) -> Exception:
+    """The error to raise for one of dynamo's: ours if it is one, else CannotCapture."""
+    inner = _innermost(error)
+    if isinstance(inner, MemfitError | torch.OutOfMemoryError):
+        return inner
+    lines = [line.strip() for line in str(getattr(inner, "msg", None) or inner).splitlines()]
+    text = next((line for line in lines if line), type(inner).__name__)
+    return CannotCapture(f"{kind}: {text}{_place(inner) or _place(error)}")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What a backend raised, out of dynamo's wrapping."""
+    while (inner := getattr(error, "inner_exception", None)) is not None:
+        error = inner
+    return error
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's code that dynamo points to, as " (file.py:12 code)"."""
+    frames = [f for f in getattr(error, "real_stack", None) or () if f.filename != __file__]
+    if not frames:
+        return ""
+    file = frames[-1].filename.replace("\\", "/").rpartition("/")[2]
+    return f" ({file}:{frames[-1].lineno} {(frames[-1].line or '').strip()})"
