@@ -1,0 +1,174 @@
+"""What one saved set of a segment costs: memory of its forward and backward pass, and seconds.
+
+Memory is followed by storage, as in `ir.joint_graph`. A storage that is saved and also made again
+in the backward (another output of the same operator was asked for) is there twice: blocks are the
+copies. Limits: sizes are the graph's, so what an allocator adds by fragmentation is not in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from memfit.ir.joint_graph import INPUT_ROLES, JointGraph, Span, Variant
+
+
+def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
+    """The variant that hands `saved` from forward to backward, with its memory and its seconds."""
+    kept = frozenset(n for n in saved if graph.nodes[n].role != "parameter")
+    again = graph.recomputed(kept)
+    forward_order, backward_order = graph.forward_order(), graph.backward_order(kept)
+    forward = _forward_spans(graph, kept, forward_order)
+    backward = _backward_spans(graph, kept, backward_order)
+    at_start = sum(span.bytes for span in backward if span.birth < 0)
+    own = saved_storages(graph, kept) - boundary_storages(graph)
+    return Variant(
+        saved=tuple(sorted(kept)),
+        recomputed=again,
+        held_bytes=storage_bytes(graph, own)
+        + sum(graph.nodes[n].state_bytes for n in again if graph.nodes[n].random),
+        seconds=sum(graph.nodes[n].seconds for n in again),
+        forward_peak_bytes=_peak_bytes(forward, len(forward_order)),
+        backward_peak_bytes=max(0, _peak_bytes(backward, len(backward_order)) - at_start),
+        forward=forward,
+        backward=backward,
+    )
+
+
+def total_bytes(graph: JointGraph, variant: Variant) -> int:
+    """All that a variant holds between forward and backward: its own, its inputs and outputs."""
+    shared = saved_storages(graph, variant.saved) & boundary_storages(graph)
+    return variant.held_bytes + storage_bytes(graph, shared)
+
+
+def saved_storages(graph: JointGraph, saved: Iterable[int]) -> set[int]:
+    """Storages that saved nodes keep alive, those of parameters left out."""
+    found = {s for n in saved for s in graph.nodes[n].storages}
+    return {s for s in found if _maker_role(graph, s) != "parameter"}
+
+
+def boundary_storages(graph: JointGraph) -> set[int]:
+    """Storages that come in or go out: others may hold them too."""
+    incoming = {s for s in range(len(graph.storages)) if _maker_role(graph, s) == "input"}
+    return incoming | graph.output_storages
+
+
+def storage_bytes(graph: JointGraph, storages: Iterable[int]) -> int:
+    """The bytes of these storages together."""
+    return sum(graph.storages[s].bytes for s in storages)
+
+
+def _forward_spans(
+    graph: JointGraph, kept: frozenset[int], order: Sequence[int]
+) -> tuple[Span, ...]:
+    """Spans of the forward pass: outputs and what is saved stay."""
+    memory = _Memory(graph, ())
+    memory.run(order)
+    return memory.spans(stay=(*graph.outputs, *kept))
+
+
+def _backward_spans(
+    graph: JointGraph, kept: frozenset[int], order: Sequence[int]
+) -> tuple[Span, ...]:
+    """Spans of the backward pass: what is saved and tangents are there first, gradients stay."""
+    tangents = (n for n, value in enumerate(graph.nodes) if value.role == "tangent")
+    memory = _Memory(graph, (*kept, *tangents))
+    memory.run(order)
+    # Others may hold an output too: it does not go when this segment lets go of it.
+    return memory.spans(stay=graph.gradients, constant=graph.output_storages)
+
+
+class _Memory:
+    """The blocks of one pass, by number, and which of them each value keeps alive.
+
+    Numbers in lists, not objects: a long pass makes so many that collecting garbage took half of
+    the time.
+    """
+
+    def __init__(self, graph: JointGraph, there: Iterable[int]) -> None:
+        """Begin with the blocks of values that are `there` before the first step."""
+        self.graph = graph
+        self.storage: list[int] = []
+        self.birth: list[int] = []
+        self.last: list[int] = []  # the last step that made or read a value in the block
+        self.held: dict[int, tuple[int, ...]] = {}
+        self.workspaces: list[Span] = []
+        found: dict[int, int] = {}
+        for node in sorted(there):
+            storages = [s for s in graph.nodes[node].storages if _inside(graph, s)]
+            for storage in storages:
+                if storage not in found:
+                    found[storage] = self._add(storage, -1)
+            self.held[node] = tuple(found[s] for s in storages)
+
+    def _add(self, storage: int, step: int) -> int:
+        self.storage.append(storage)
+        self.birth.append(step)
+        self.last.append(step)
+        return len(self.storage) - 1
+
+    def run(self, order: Sequence[int]) -> None:
+        """Run the operators of a pass, one a step."""
+        held, last = self.held, self.last
+        for step, number in enumerate(order):
+            node = self.graph.nodes[number]
+            for source in node.inputs:
+                for block in held.get(source, ()):
+                    last[block] = step
+            made: list[int] = []
+            for storage in node.storages:
+                if self.graph.storages[storage].maker == number:
+                    made.append(self._add(storage, step))
+                else:
+                    made.extend(self._shared(node.inputs, storage))
+            held[number] = tuple(made)
+            if node.workspace_bytes:
+                self.workspaces.append(Span(-1, node.workspace_bytes, step, step + 1))
+
+    def _shared(self, inputs: Iterable[int], storage: int) -> set[int]:
+        """The copies of a storage that a view has from what it is a view of."""
+        blocks = (block for i in inputs for block in self.held.get(i, ()))
+        return {block for block in blocks if self.storage[block] == storage}
+
+    def spans(
+        self, stay: Iterable[int], constant: frozenset[int] = frozenset()
+    ) -> tuple[Span, ...]:
+        """The spans of all blocks in order of birth, then the workspaces.
+
+        Values in `stay` are not let go; storages in `constant` that were there first are no spans.
+        """
+        staying = {block for node in stay for block in self.held.get(node, ())}
+        blocks = (
+            Span(
+                storage,
+                self.graph.storages[storage].bytes,
+                birth,
+                -1 if block in staying else last + 1,
+            )
+            for block, (storage, birth, last) in enumerate(
+                zip(self.storage, self.birth, self.last, strict=True)
+            )
+            if birth >= 0 or storage not in constant
+        )
+        return (*blocks, *self.workspaces)
+
+
+def _peak_bytes(spans: Sequence[Span], steps: int) -> int:
+    """The most bytes alive at any step; 0 for a pass without steps."""
+    if not steps:
+        return 0
+    change = [0] * (steps + 1)
+    for span in spans:
+        change[max(span.birth, 0)] += span.bytes
+        if span.death >= 0:
+            change[span.death] -= span.bytes
+    return max(accumulate(change[:steps]))
+
+
+def _inside(graph: JointGraph, storage: int) -> bool:
+    """Whether the storage is made by the segment or for its backward, not handed to it."""
+    return _maker_role(graph, storage) not in INPUT_ROLES
+
+
+def _maker_role(graph: JointGraph, storage: int) -> str:
+    return graph.nodes[graph.storages[storage].maker].role
