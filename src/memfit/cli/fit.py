@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,8 @@ def fit(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    executor: options.Executor = None,
+    min_tensor_bytes: options.MinTensorBytes = None,
     accumulate: options.Accumulate = 1,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Steps of each kind to time.")
@@ -74,8 +77,12 @@ def fit(
             interval,
             segments or [],
             allow or [],
+            executor,
+            min_tensor_bytes,
         )
         plan = _checked(goal, plan_file, output)
+        if plan is not None:
+            goal = replace(goal, executor=plan.executor)
         session.progress("loading torch")
         from memfit import api
         from memfit.measure.device import device_facts
@@ -95,7 +102,7 @@ def fit(
             progress=session.progress,
             **goal.plan_options(),
         )
-        _show(session, what, fitted, output)
+        _show(session, what, fitted, goal, output)
 
 
 def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> Plan | None:
@@ -115,7 +122,9 @@ def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> 
     return Plan.load(plan_file)
 
 
-def _show(session: Session, what: Target, fitted: Fitted, output: Path | None) -> None:
+def _show(
+    session: Session, what: Target, fitted: Fitted, goal: GoalOptions, output: Path | None
+) -> None:
     from memfit import __version__
     from memfit.ir.codec import to_data
     from memfit.report.fit import fit_report, numbers_agree, summary_line
@@ -129,11 +138,8 @@ def _show(session: Session, what: Target, fitted: Fitted, output: Path | None) -
         session.emit(result.to_json())
     else:
         session.show(*fit_report(result, fitted.plan))
-        session.line(
-            summary_line(
-                result, what.command("plan", "--sweep", *accumulating(fitted.profile.accumulate))
-            )
-        )
+        same = [*goal.setup_words(), *accumulating(fitted.profile.accumulate)]
+        session.line(summary_line(result, what.command("plan", "--sweep", *same)))
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)
 
@@ -151,6 +157,7 @@ def _show_choices(
     profile = api.profile(
         workload,
         segments=goal.segments or None,
+        executor=goal.executor,
         accumulate=accumulate,
         progress=session.progress,
     )
@@ -189,5 +196,6 @@ def _show_choices(
         return
     session.show(choices_table(found))
     middle = found[len(found) // 2].budget_bytes
-    command = what.command("fit", "--budget", budget_word(middle), *accumulating(accumulate))
+    same = [*goal.setup_words(), *accumulating(accumulate)]
+    command = what.command("fit", "--budget", budget_word(middle), *same)
     session.line(f"no budget given, nothing fitted; next: {command}")

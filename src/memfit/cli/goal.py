@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ from memfit.errors import UsageError
 
 if TYPE_CHECKING:
     from memfit.ir.profile import DeviceFacts
+
+EXECUTORS = ("auto", "graph", "inductor", "module")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class GoalOptions:
     interval: int | None
     segments: Sequence[str]
     allow: Sequence[str]
+    executor: str | None = None
+    min_tensor_bytes: str | None = None
 
     @property
     def given(self) -> list[str]:
@@ -49,6 +53,8 @@ class GoalOptions:
             "--interval": self.interval,
             "--segments": self.segments or None,
             "--allow": self.allow or None,
+            "--executor": self.executor,
+            "--min-tensor-bytes": self.min_tensor_bytes,
         }
         return [option for option, value in named.items() if value is not None]
 
@@ -73,6 +79,8 @@ class GoalOptions:
                 "--max-slowdown limits a goal, and none is given",
                 hint="add --budget B or --activation-reduction SHARE",
             )
+        check_executor(self.executor)
+        self._smallest_bytes()
         allowed_techniques(self._techniques())
         strategy = self.strategy or "optimal"
         for name in strategy.split(",") if several_strategies else [strategy]:
@@ -97,6 +105,8 @@ class GoalOptions:
             "max_slowdown": self.max_slowdown,
             "activation_reduction": self.activation_reduction,
             "interval": self.interval,
+            "executor": self.executor,
+            "min_tensor_bytes": self._smallest_bytes(),
         }
 
     def words(self) -> list[str]:
@@ -109,9 +119,20 @@ class GoalOptions:
             "--strategy": self.strategy,
             "--interval": self.interval,
         }
-        words = [w for o, v in named.items() if v is not None for w in (o, str(v))]
-        words += [w for pattern in self.segments for w in ("--segments", pattern)]
-        return words + [w for name in self.allow for w in ("--allow", name)]
+        return [*_given(named), *self.setup_words()]
+
+    def setup_words(self) -> list[str]:
+        """Of the options given, those that every command on the same step must share."""
+        return [
+            *setup_words(self.segments, self.executor),
+            *(w for name in self.allow for w in ("--allow", name)),
+            *_given({"--min-tensor-bytes": self.min_tensor_bytes}),
+        ]
+
+    def _smallest_bytes(self) -> int:
+        from memfit.units import parse_bytes
+
+        return 0 if self.min_tensor_bytes is None else parse_bytes(self.min_tensor_bytes)
 
     def _techniques(self) -> list[str] | None:
         return [name for text in self.allow for name in text.split(",")] or None
@@ -124,3 +145,20 @@ def refuse_together(options: Sequence[str]) -> None:
             f"{' and '.join(options)} exclude each other",
             hint=f"give one, for example {options[0]}",
         )
+
+
+def check_executor(name: str | None) -> None:
+    """Raise UsageError for an executor that there is not."""
+    if name is not None and name not in EXECUTORS:
+        raise UsageError(f"unknown executor {name!r}", hint=f"one of: {', '.join(EXECUTORS)}")
+
+
+def setup_words(segments: Sequence[str], executor: str | None) -> list[str]:
+    """The options that say how the step is measured, to be put into another command."""
+    patterns = [w for pattern in segments for w in ("--segments", pattern)]
+    return [*patterns, *_given({"--executor": executor})]
+
+
+def _given(named: Mapping[str, object]) -> list[str]:
+    """Options that have a value, as words of a command line."""
+    return [w for option, value in named.items() if value is not None for w in (option, str(value))]

@@ -121,6 +121,25 @@ Allow = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="E",
+        help="How segments run: graph (aten kernels; usual on the CPU), inductor (compiled; usual "
+        "on CUDA), module (not captured), or auto (default): the usual one.",
+        rich_help_panel=_HOW,
+    ),
+]
+MinTensorBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--min-tensor-bytes",
+        metavar="B",
+        help="Tensors smaller than this, such as 100KB, are always kept inside a segment.",
+        rich_help_panel=_HOW,
+    ),
+]
 Accumulate = Annotated[
     int,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,12 +10,13 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import GoalOptions
-from memfit.cli.output_file import check_file
-from memfit.cli.session import Session, opened
+from memfit.cli.output_file import check_file, write_json
+from memfit.cli.session import SCHEMA_VERSION, Session, opened
 from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from memfit.ir.plan import Plan
     from memfit.ir.profile import Profile
 
 
@@ -28,6 +30,8 @@ def plan(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    executor: options.Executor = None,
+    min_tensor_bytes: options.MinTensorBytes = None,
     accumulate: options.Accumulate = 1,
     sweep: Annotated[
         bool,
@@ -42,6 +46,14 @@ def plan(
         Path | None,
         typer.Option(
             "--output", "-o", metavar="FILE", help="Write the plan as JSON, for fit --plan."
+        ),
+    ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            "--decisions",
+            metavar="FILE",
+            help="Write what happens to every tensor as CSV; with reasons, as JSON, for a .json.",
         ),
     ] = None,
     batch: options.Batch = None,
@@ -65,8 +77,10 @@ def plan(
             interval,
             segments or [],
             allow or [],
+            executor,
+            min_tensor_bytes,
         )
-        _check(goal, sweep, output)
+        _check(goal, sweep, {"--output": output, "--decisions": decisions})
         session.progress("loading torch")
         from memfit import api
 
@@ -75,19 +89,20 @@ def plan(
         profile = api.profile(
             workload,
             segments=goal.segments or None,
+            executor=goal.executor,
             accumulate=accumulate,
             progress=session.progress,
         )
         if sweep:
             _show_sweep(session, what, profile, goal)
         else:
-            _show_plan(session, what, profile, goal, output, every)
+            _show_plan(session, what, profile, goal, output, decisions, every)
 
 
-def _check(goal: GoalOptions, sweep: bool, output: Path | None) -> None:
+def _check(goal: GoalOptions, sweep: bool, files: Mapping[str, Path | None]) -> None:
     if sweep:
-        if goal.given or output is not None:
-            extra = [*goal.given, *(["--output"] if output is not None else [])]
+        extra = [*goal.given, *(option for option, path in files.items() if path is not None)]
+        if extra:
             raise UsageError(
                 f"--sweep goes over many budgets: {', '.join(extra)} is for one plan",
                 hint="leave out one of them; --json prints a sweep as data",
@@ -98,7 +113,8 @@ def _check(goal: GoalOptions, sweep: bool, output: Path | None) -> None:
             hint="give --budget B, or --sweep to see what budgets would cost",
         )
     goal.check(several_strategies=sweep)
-    check_file(output)
+    for path in files.values():
+        check_file(path)
 
 
 def _show_plan(
@@ -107,6 +123,7 @@ def _show_plan(
     profile: Profile,
     goal: GoalOptions,
     output: Path | None,
+    decisions: Path | None,
     every: bool,
 ) -> None:
     from memfit import api
@@ -117,6 +134,8 @@ def _show_plan(
     made = api.plan(profile, goal.budget_on(profile.device), **goal.plan_options())
     if output is not None:
         made.save(output)
+    if decisions is not None:
+        _write_decisions(made, decisions)
     if session.as_json:
         session.emit(to_data(made))
         return
@@ -124,6 +143,17 @@ def _show_plan(
     steps = ["--plan", str(output)] if output is not None else goal.words()
     next_command = what.command("fit", *steps, *accumulating(profile.accumulate))
     session.line(summary_line(made, next_command))
+
+
+def _write_decisions(plan: Plan, path: Path) -> None:
+    from memfit.report.csv import write_csv
+    from memfit.report.decisions import DECISION_COLUMNS, decision_rows, explained_rows
+
+    if path.suffix == ".json":
+        rows = list(explained_rows(plan))
+        write_json(path, {"schema_version": SCHEMA_VERSION, "decisions": rows})
+    else:
+        write_csv(path, decision_rows(plan), DECISION_COLUMNS)
 
 
 def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOptions) -> None:
@@ -152,6 +182,10 @@ def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOpti
     session.show(sweep_table(rows, unplanned, profile.step_s))
     middle = rows[len(rows) // 2].budget_bytes
     next_command = what.command(
-        "fit", "--budget", budget_word(middle), *accumulating(profile.accumulate)
+        "fit",
+        "--budget",
+        budget_word(middle),
+        *goal.setup_words(),
+        *accumulating(profile.accumulate),
     )
     session.line(f"predicted, not run; next: {next_command}")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memfit.cli import options
+from memfit.cli.goal import check_executor, setup_words
 from memfit.cli.output_file import make_folder, write_json
-from memfit.cli.session import opened
-from memfit.cli.target import Target
+from memfit.cli.session import SCHEMA_VERSION, opened
+from memfit.cli.target import Target, accumulating
+
+if TYPE_CHECKING:
+    from memfit.ir.profile import Profile
 
 
 def profile(
     target: options.TargetName,
     segments: options.Segments = None,
+    executor: options.Executor = None,
     accumulate: options.Accumulate = 1,
     every: Annotated[bool, typer.Option("--all", help="List every segment by itself.")] = False,
     output: Annotated[
@@ -24,7 +29,8 @@ def profile(
             "--output",
             "-o",
             metavar="DIR",
-            help="Write profile.json, segments.csv and timeline.csv there.",
+            help="Write profile.json, segments.csv, timeline.csv, nodes and activations (CSV and "
+            "JSON) there.",
         ),
     ] = None,
     batch: options.Batch = None,
@@ -39,6 +45,7 @@ def profile(
     """Measure one training step of TARGET: memory by category, memory and time by segment."""
     with opened(as_json=as_json, verbose=verbose) as session:
         what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
+        check_executor(executor)
         make_folder(output)
         session.progress("loading torch")
         from memfit import api
@@ -50,7 +57,11 @@ def profile(
 
         session.progress(f"building {target}")
         measured = api.profile(
-            what.build(), segments=segments, accumulate=accumulate, progress=session.progress
+            what.build(),
+            segments=segments,
+            executor=executor,
+            accumulate=accumulate,
+            progress=session.progress,
         )
         simulator = Simulator(measured)
         timeline = simulator.timeline([])
@@ -60,11 +71,13 @@ def profile(
             write_json(output / "profile.json", to_data(measured))
             write_csv(output / "segments.csv", rows)
             write_csv(output / "timeline.csv", timeline_rows(timeline))
+            _write_tables(measured, output)
         if session.as_json:
             session.emit(
                 {
                     "workload": measured.workload,
                     "device": to_data(measured.device),
+                    "executor": measured.executor,
                     "static": measured.graph.static,
                     "gradient_bytes": measured.graph.gradient_bytes,
                     "step_s": measured.step_s,
@@ -81,5 +94,27 @@ def profile(
             return
         session.show(*profile_report(measured, saved, timeline, every=every))
         if output is not None:
-            session.line(f"wrote profile.json, segments.csv and timeline.csv to {output}")
-        session.line(f"next: {what.command('plan', '--sweep')}")
+            session.line(
+                "wrote profile.json, segments.csv, timeline.csv, nodes and activations (.csv and "
+                f".json) to {output}"
+            )
+        same = [*setup_words(segments or [], executor), *accumulating(accumulate)]
+        session.line(f"next: {what.command('plan', '--sweep', *same)}")
+
+
+def _write_tables(profile: Profile, folder: Path) -> None:
+    """Write the operators and the activations of the step, each as CSV and as JSON."""
+    from memfit.planning.tables import (
+        ACTIVATION_COLUMNS,
+        NODE_COLUMNS,
+        activation_rows,
+        node_rows,
+    )
+    from memfit.report.csv import write_csv
+
+    for name, rows, columns in (
+        ("nodes", node_rows(profile), NODE_COLUMNS),
+        ("activations", activation_rows(profile), ACTIVATION_COLUMNS),
+    ):
+        write_csv(folder / f"{name}.csv", rows, columns)
+        write_json(folder / f"{name}.json", {"schema_version": SCHEMA_VERSION, name: rows})

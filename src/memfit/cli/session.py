@@ -147,6 +147,7 @@ def _error_data(error: MemfitError) -> dict[str, Any]:
             "verdict": "infeasible",
             "budget_bytes": error.budget_bytes,
             "minimum_feasible_bytes": error.minimum_bytes,
+            "incompressible_bytes": error.incompressible_bytes,
             **data,
         }
     return data

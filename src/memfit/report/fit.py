@@ -9,9 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.plan import RECOMPUTE, Plan
+from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import Numerics, Result
+from memfit.report.plan import decisions_line, executor_line, uncaptured_notes
 from memfit.report.terminal import budget_word, columns, facts, headline, note_lines, ratio
 from memfit.units import format_bytes, format_seconds
 
@@ -31,7 +32,7 @@ def fit_report(result: Result, plan: Plan) -> list[RenderableType]:
         headline(result.workload, result.device),
         _comparison(result, plan),
         facts(_facts(result, plan)),
-        *note_lines(result.notes),
+        *note_lines([*result.notes, *uncaptured_notes(plan)]),
     ]
 
 
@@ -50,8 +51,8 @@ def summary_line(result: Result, next_command: str) -> Text:
 
 
 def numbers_agree(numerics: Numerics) -> bool:
-    """Whether the plan left the numbers alone: same bits, or no bits to compare with."""
-    return numerics.bitwise_vs_unplanned or not repeats_itself(numerics)
+    """Whether the plan left the numbers as the executor promises, or none could be compared."""
+    return numerics.agree or not repeats_itself(numerics)
 
 
 def repeats_itself(numerics: Numerics) -> bool:
@@ -131,8 +132,6 @@ def _comparison(result: Result, plan: Plan) -> Table:
 
 
 def _facts(result: Result, plan: Plan) -> list[tuple[str, str | Text]]:
-    decisions = result.decisions
-    recomputed = sum(s.decision == RECOMPUTE for s in plan.segments)
     rows: list[tuple[str, str | Text]] = [
         ("budget", _budget(result, plan)),
         (
@@ -141,12 +140,8 @@ def _facts(result: Result, plan: Plan) -> list[tuple[str, str | Text]]:
             "optimizer state, buffers and batch",
         ),
         ("numbers", _numbers(result.numerics)),
-        (
-            "decisions",
-            f"{recomputed} of {decisions.num_segments} segments recomputed: "
-            f"{format_bytes(decisions.recomputed_bytes)} recomputed, "
-            f"{format_bytes(decisions.kept_bytes)} kept",
-        ),
+        ("decisions", decisions_line(plan)),
+        ("executor", executor_line(plan)),
         (
             "plan",
             f"{plan.strategy}, made in {format_seconds(result.plan_s)}"
@@ -177,7 +172,10 @@ def _numbers_in_brief(numerics: Numerics) -> str:
         return "numbers identical"
     if not repeats_itself(numerics):
         return "numbers not comparable (the plain step does not repeat itself)"
-    return f"numbers NOT identical (gradients differ by {numerics.grad_max_rel_diff:.2g})"
+    if numerics.error_vs_reference is not None and numerics.agree:
+        return "numbers as exact as unplanned"
+    words = "within tolerance" if numerics.agree else "NOT identical"
+    return f"numbers {words} (gradients differ by {numerics.grad_max_rel_diff:.2g})"
 
 
 def _numbers(numerics: Numerics) -> Text:
@@ -189,4 +187,12 @@ def _numbers(numerics: Numerics) -> Text:
             f"{numerics.grad_max_rel_diff:.3g} of their largest",
             style="" if numbers_agree(numerics) else "bold red",
         )
+    if numerics.error_vs_reference is not None:
+        errors = numerics.error_vs_reference
+        text.append(
+            f"; {errors['planned']:.2g} from eager full precision, {errors['unplanned']:.2g} "
+            "when unplanned"
+        )
+    if numerics.eager_max_rel_diff is not None:
+        text.append(f"; {numerics.eager_max_rel_diff:.2g} from plain eager", style="")
     return text if numerics.note is None else text.append(f" ({numerics.note})", style="")

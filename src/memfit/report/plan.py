@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,7 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.plan import RECOMPUTE, Plan, SegmentPlan
+from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
+from memfit.report.decisions import tensor_counts
 from memfit.report.terminal import (
     category_table,
     columns,
@@ -23,6 +23,7 @@ from memfit.report.terminal import (
 from memfit.units import format_bytes, format_seconds
 
 MOST_ROWS = 30
+SINGLE_LAYER = "a single layer"  # how the reason begins for segments nobody expects to be captured
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Group:
     """Consecutive segments that are alike and meet the same decision."""
 
     members: tuple[SegmentPlan, ...]
+    variant: VariantPlan | None = None  # the one they run by, if they were captured
 
     @property
     def name(self) -> str:
@@ -41,6 +43,13 @@ class Group:
     def decision(self) -> str:
         """What happens to each member, and why or in which runs."""
         first = self.members[0]
+        if first.decision == PARTIAL and self.variant is not None:
+            tensors = self.variant.activations
+            again = sum(t.decision == RECOMPUTE for t in tensors)
+            return (
+                f"partial: {again} of {len(tensors)} tensors recomputed, "
+                f"frees {format_bytes(first.recomputed_bytes)}"
+            )
         runs = sorted({m.run for m in self.members if m.run is not None})
         if not runs:
             return f"{first.decision}: {first.reason.removeprefix('kept: ')}"
@@ -53,18 +62,18 @@ def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[Renderable
     predicted = plan.predicted
     return [
         headline(plan.workload, {"name": device_name}),
-        segment_table(plan.segments, every=every),
+        segment_table(plan, every=every),
         category_table(
             f"predicted peak, in {predicted.where}", predicted.categories, "predicted peak"
         ),
         facts(_facts(plan)),
-        *note_lines(plan.notes),
+        *note_lines([*plan.notes, *uncaptured_notes(plan)]),
     ]
 
 
-def segment_table(segments: Sequence[SegmentPlan], *, every: bool) -> Table:
+def segment_table(plan: Plan, *, every: bool) -> Table:
     """One row per segment, or per group of like ones unless `every`."""
-    groups = [Group((s,)) for s in segments] if every else group_segments(segments)
+    groups = group_segments(plan, every=every)
     names = ("segment", "class", "saved each", "recompute", "decision")
     table = columns(*names, wrap=("segment", "class", "decision"))
     table.columns[1].overflow = "ellipsis"
@@ -78,14 +87,29 @@ def segment_table(segments: Sequence[SegmentPlan], *, every: bool) -> Table:
     return table
 
 
-def group_segments(segments: Sequence[SegmentPlan]) -> list[Group]:
-    """Join neighbours of the same class, size, time and decision."""
+def group_segments(plan: Plan, *, every: bool = False) -> list[Group]:
+    """Neighbours of the same class, size, time, decision and variant, joined unless `every`."""
+    alike = groupby(
+        enumerate(plan.segments),
+        key=lambda item: item[0] if every else _likeness(item[1]),
+    )
+    groups = [tuple(segment for _, segment in members) for _, members in alike]
     return [
-        Group(tuple(members))
-        for _, members in groupby(
-            segments, key=lambda s: (s.kind, s.saved_bytes, s.recompute_s, s.decision, s.reason)
-        )
+        Group(members, None if (v := members[0].variant) is None else plan.variants[v])
+        for members in groups
     ]
+
+
+def _likeness(segment: SegmentPlan) -> tuple[object, ...]:
+    """What two neighbours must share to stand in one row."""
+    return (
+        segment.kind,
+        segment.saved_bytes,
+        segment.recompute_s,
+        segment.decision,
+        segment.reason,
+        segment.variant,
+    )
 
 
 def summary_line(plan: Plan, next_command: str) -> Text:
@@ -103,8 +127,50 @@ def slowdown(plan: Plan) -> str:
 
 
 def recomputed(plan: Plan) -> str:
-    """How many segments are recomputed, of all."""
-    return f"{sum(s.decision == RECOMPUTE for s in plan.segments)} of {len(plan.segments)}"
+    """How many segments are recomputed, of all: "4 of 7", or "4 + 2 partial of 7"."""
+    partial = decided(plan, PARTIAL)
+    inside = f" + {partial} partial" if partial else ""
+    return f"{decided(plan, RECOMPUTE)}{inside} of {len(plan.segments)}"
+
+
+def decided(plan: Plan, decision: str) -> int:
+    """How many segments meet this decision."""
+    return sum(s.decision == decision for s in plan.segments)
+
+
+def decisions_line(plan: Plan) -> str:
+    """Segments, tensors and bytes by decision, in one line."""
+    again, tensors = tensor_counts(plan)
+    return (
+        f"{decided(plan, RECOMPUTE)} of {len(plan.segments)} segments recomputed whole, "
+        f"{decided(plan, PARTIAL)} in part, {decided(plan, KEEP)} kept: "
+        f"{again} of {tensors} tensors, "
+        f"{format_bytes(plan.recomputed_bytes)} recomputed, "
+        f"{format_bytes(plan.kept_bytes)} kept"
+    )
+
+
+def executor_line(plan: Plan) -> str:
+    """How many segments run by each executor."""
+    captured = sum(s.variant is not None for s in plan.segments)
+    counts = {plan.executor: captured} if captured else {}
+    if captured < len(plan.segments):
+        counts["module"] = len(plan.segments) - captured
+    return ", ".join(f"{name} for {count} segments" for name, count in counts.items())
+
+
+def uncaptured_notes(plan: Plan) -> list[str]:
+    """Why segments that have something inside to plan run as their modules do, by reason."""
+    names: dict[str, list[str]] = {}
+    for segment in plan.segments:
+        if segment.uncaptured is not None and not segment.uncaptured.startswith(SINGLE_LAYER):
+            names.setdefault(segment.uncaptured, []).append(segment.name)
+    return [
+        f"not captured, run by module: {', '.join(found[:3])}"
+        + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        + f": {reason}"
+        for reason, found in names.items()
+    ]
 
 
 def _add_group(table: Table, group: Group) -> None:
@@ -115,7 +181,7 @@ def _add_group(table: Table, group: Group) -> None:
         format_bytes(first.saved_bytes),
         format_seconds(first.recompute_s),
         group.decision,
-        style="cyan" if first.decision == RECOMPUTE else "",
+        style="" if first.decision == KEEP else "cyan",
     )
 
 
@@ -131,12 +197,8 @@ def _facts(plan: Plan) -> list[tuple[str, str | Text]]:
             f"{format_seconds(plan.baseline_step_s)} with everything kept",
         ),
         ("static", f"{format_bytes(plan.static_bytes)} whatever the plan"),
-        (
-            "decisions",
-            f"{recomputed(plan)} segments recomputed: "
-            f"{format_bytes(plan.bytes_of(RECOMPUTE))} recomputed, "
-            f"{format_bytes(plan.bytes_of('keep'))} kept",
-        ),
+        ("decisions", decisions_line(plan)),
+        ("executor", executor_line(plan)),
         (
             "time",
             f"{format_seconds(predicted.step_s)} predicted, {slowdown(plan)} baseline; "

@@ -46,6 +46,8 @@ def segment_rows(profile: Profile, saved: Sequence[int]) -> list[Row]:
             "forward_s": times.forward_s,
             "backward_s": times.backward_s,
             "recompute_s": times.recompute_s,
+            "captured": call.graph >= 0,
+            "why_not_captured": profile.uncaptured.get(call.name, ""),
             "can_be_recomputed": call.pinned is None,
             "why_not": call.pinned or "",
         }

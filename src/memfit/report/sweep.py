@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.table import Table
 
-from memfit.ir.plan import RECOMPUTE, Plan
-from memfit.report.plan import recomputed, slowdown
+from memfit.ir.plan import PARTIAL, RECOMPUTE, Plan
+from memfit.report.plan import decided, recomputed, slowdown
 from memfit.report.terminal import columns
 from memfit.units import format_bytes, format_seconds
 
@@ -52,9 +52,8 @@ def sweep_data(rows: Sequence[SweepRow]) -> list[dict[str, object]]:
                 "step_s": plan.predicted.step_s,
                 "slowdown": plan.predicted.step_s / plan.baseline_step_s,
             },
-            "num_recomputed": None
-            if plan is None
-            else sum(s.decision == RECOMPUTE for s in plan.segments),
+            "num_recomputed": None if plan is None else decided(plan, RECOMPUTE),
+            "num_partial": None if plan is None else decided(plan, PARTIAL),
         }
         for row in rows
         for strategy, plan in row.plans.items()

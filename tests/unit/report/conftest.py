@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from memfit.ir.plan import Plan, Prediction, SegmentPlan
+from memfit.ir.plan import ActivationPlan, Plan, Prediction, SegmentPlan, VariantPlan
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 
 MIB = 2**20
@@ -19,6 +21,7 @@ def segment(name: str, run: int | None = None, kind: str = "Block", mib: int = 3
         kind=kind,
         decision="keep" if run is None else "recompute",
         saved_bytes=mib * MIB,
+        recomputed_bytes=0 if run is None else mib * MIB,
         recompute_s=0.002,
         reason="kept: the budget has room" if run is None else "frees 3.00 MiB for 2.0 ms",
         run=run,
@@ -39,6 +42,7 @@ def plan() -> Plan:
             segment("blocks.4"),
             segment("blocks.5"),
         ),
+        variants=(),
         predicted=Prediction(
             peak_bytes=38 * MIB,
             reserved_bytes=38 * MIB,
@@ -54,6 +58,61 @@ def plan() -> Plan:
         minimum_feasible_bytes=30 * MIB,
         plan_s=0.02,
         notes=("one choice",),
+    )
+
+
+def tensor(name: str, decision: str, created: int, read: int) -> ActivationPlan:
+    """One whose bytes and seconds tell it apart."""
+    return ActivationPlan(name, decision, 1000 + read, read / 100, created, read, f"why {name}")
+
+
+def variant(*recomputed: str) -> VariantPlan:
+    """Five forward and four backward operators; of x, a, b and c these are recomputed."""
+    places = {"x": (-1, 3), "a": (0, 2), "b": (1, 1), "c": (2, 0)}
+    return VariantPlan(
+        graph="g",
+        kind="Block",
+        saved=tuple(name for name in places if name not in recomputed),
+        unplanned=not recomputed,
+        forward_ranks=5,
+        backward_ranks=4,
+        activations=tuple(
+            tensor(name, "recompute" if name in recomputed else "keep", *ranks)
+            for name, ranks in places.items()
+        ),
+    )
+
+
+@pytest.fixture
+def mixed(plan: Plan) -> Plan:
+    """A stem kept as a module, two blocks in part, one kept, two recomputed as a run, a head."""
+
+    def partial(name: str) -> SegmentPlan:
+        return replace(segment(name), decision="partial", recomputed_bytes=2 * MIB, variant=1)
+
+    stem = replace(
+        segment("stem", kind="Stem", mib=1),
+        uncaptured="it branches on data",
+        activations=(tensor("conv_0", "keep", 17, 90),),
+    )
+    head = replace(
+        segment("head", kind="Linear", mib=1),
+        uncaptured="a single layer: nothing inside to plan",
+        activations=(tensor("mm_0", "keep", 60, -1),),
+    )
+    return replace(
+        plan,
+        executor="graph",
+        segments=(
+            stem,
+            partial("blocks.0"),
+            partial("blocks.1"),
+            replace(segment("blocks.2"), variant=0),
+            replace(segment("blocks.3", run=0), variant=0),
+            replace(segment("blocks.4", run=0), variant=0),
+            head,
+        ),
+        variants=(variant(), variant("b", "c")),
     )
 
 

@@ -45,6 +45,13 @@ def test_a_simulated_baseline_is_said_to_be_one(result, plan):
     assert "1.120x" in shown and "of itself" not in shown
 
 
+def test_decisions_and_executors_are_counted(result, mixed):
+    shown = " ".join(text(fit_report(result, mixed), 200).split())
+    assert "2 of 7 segments recomputed whole, 2 in part, 3 kept: 11 of 22 tensors" in shown
+    assert "executor graph for 5 segments, module for 2 segments" in shown
+    assert "note: not captured, run by module: stem: it branches on data" in shown
+
+
 def test_summary_is_one_line(result):
     assert str(summary_line(result, "memfit plan net --sweep")) == (
         "budget 40.00 MiB; peak 37.00 MiB (predicted 38.00 MiB); time 1.120x baseline; "
@@ -56,8 +63,22 @@ def test_summary_is_one_line(result):
     "numerics, agree, word",
     [
         (Numerics(True, 0.0, 0.0), True, "numbers identical"),
-        (Numerics(False, 0.1, 0.2), False, "NOT identical"),
-        (Numerics(False, 0.1, 0.2, note="the unplanned step does not fit"), False, "NOT identical"),
+        (Numerics(False, 0.1, 0.2, agree=False), False, "NOT identical"),
+        (
+            Numerics(False, 0.1, 0.2, agree=False, note="the unplanned step does not fit"),
+            False,
+            "NOT identical",
+        ),
+        (
+            Numerics(False, 0.1, 0.2, {"planned": 0.1, "unplanned": 0.1}),
+            True,
+            "numbers as exact as unplanned",
+        ),
+        (
+            Numerics(False, 0.1, 0.2, {"planned": 0.3, "unplanned": 0.1}, agree=False),
+            False,
+            "NOT identical",
+        ),
         (
             Numerics(False, 0.1, 0.2, repeatable=False, note="it does not repeat itself"),
             True,

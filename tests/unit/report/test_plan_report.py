@@ -9,10 +9,13 @@ from rich.console import Console
 
 from memfit.report.plan import (
     MOST_ROWS,
+    decisions_line,
+    executor_line,
     group_segments,
     plan_report,
     segment_table,
     summary_line,
+    uncaptured_notes,
 )
 from memfit.report.sweep import SweepRow, sweep_data, sweep_table
 from memfit.report.terminal import budget_word, note_lines, span_name
@@ -29,7 +32,7 @@ def text(renderable: object, width: int = 100) -> str:
 
 
 def test_like_neighbours_share_a_row(plan):
-    groups = group_segments(plan.segments)
+    groups = group_segments(plan)
     assert [(g.name, g.decision) for g in groups] == [
         ("stem", "keep: the budget has room"),
         ("blocks.0 .. 3 (4)", "recompute, runs 0 to 1"),
@@ -38,16 +41,58 @@ def test_like_neighbours_share_a_row(plan):
 
 
 def test_every_segment_has_a_row_when_asked_for(plan):
-    shown = text(segment_table(plan.segments, every=True))
+    shown = text(segment_table(plan, every=True))
     assert all(s.name in shown for s in plan.segments) and ".." not in shown
 
 
 def test_long_lists_are_cut_with_a_count(plan):
-    many = [replace(plan.segments[0], name=f"s{i}", saved_bytes=i) for i in range(MOST_ROWS + 7)]
+    rows = range(MOST_ROWS + 7)
+    segments = tuple(replace(plan.segments[0], name=f"s{i}", saved_bytes=i) for i in rows)
+    many = replace(plan, segments=segments)
     shown = text(segment_table(many, every=False))
     assert "... 7 more rows (--all)" in shown
-    assert "s0 " in shown and f"s{len(many) - 1} " in shown
+    assert "s0 " in shown and f"s{rows[-1]} " in shown
     assert "more rows" not in text(segment_table(many, every=True))
+
+
+def test_segments_planned_inside_say_how_much(mixed):
+    groups = group_segments(mixed)
+    assert [(g.name, g.decision) for g in groups] == [
+        ("stem", "keep: the budget has room"),
+        ("blocks.0 .. 1 (2)", "partial: 2 of 4 tensors recomputed, frees 2.00 MiB"),
+        ("blocks.2", "keep: the budget has room"),
+        ("blocks.3 .. 4 (2)", "recompute, run 0"),
+        ("head", "keep: the budget has room"),
+    ]
+    assert len(group_segments(mixed, every=True)) == 7
+
+
+def test_neighbours_of_different_variants_stand_apart(mixed):
+    segments = list(mixed.segments)
+    segments[2] = replace(segments[2], variant=0)
+    names = [g.name for g in group_segments(replace(mixed, segments=tuple(segments)))]
+    assert names[1:3] == ["blocks.0", "blocks.1"]
+
+
+def test_facts_count_decisions_and_executors(mixed, plan):
+    assert decisions_line(mixed) == (
+        "2 of 7 segments recomputed whole, 2 in part, 3 kept: 11 of 22 tensors, "
+        "10.00 MiB recomputed, 7.00 MiB kept"
+    )
+    assert executor_line(mixed) == "graph for 5 segments, module for 2 segments"
+    assert executor_line(plan) == "module for 7 segments"
+    shown = "".join(text(part, 200) for part in plan_report(mixed, "a GPU", every=False))
+    assert decisions_line(mixed) in shown and executor_line(mixed) in shown
+
+
+def test_what_could_not_be_captured_is_noted_with_its_reason(mixed):
+    note = "not captured, run by module: stem: it branches on data"
+    assert uncaptured_notes(mixed) == [note]  # nobody expects the head, a single layer
+    assert note in "".join(text(part) for part in plan_report(mixed, "a GPU", every=False))
+    many = tuple(replace(mixed.segments[0], name=f"s{i}") for i in range(5))
+    assert uncaptured_notes(replace(mixed, segments=many)) == [
+        "not captured, run by module: s0, s1, s2 and 2 more: it branches on data"
+    ]
 
 
 def test_report_shows_peak_bound_and_minimum(plan):
@@ -81,7 +126,13 @@ def test_sweep_shows_what_is_not_feasible(plan):
     data = sweep_data(rows)
     assert [row["feasible"] for row in data] == [False, True]
     assert data[1]["predicted"]["slowdown"] == pytest.approx(1.1)
-    assert data[1]["num_recomputed"] == 4
+    assert data[1]["num_recomputed"] == 4 and data[1]["num_partial"] == 0
+
+
+def test_sweep_counts_segments_planned_inside(mixed):
+    rows = [SweepRow(50 * MIB, {"optimal": mixed})]
+    assert "2 + 2 partial of 7" in text(sweep_table(rows, 50 * MIB, 0.1))
+    assert sweep_data(rows)[0]["num_partial"] == 2
 
 
 def test_spans_notes_and_budgets_as_words():
