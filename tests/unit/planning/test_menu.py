@@ -419,9 +419,9 @@ def _block(layers: int, seed: int = 0) -> JointGraph:
 @pytest.mark.parametrize(("layers", "limit_s"), [(100, 1.0), (10_000, 10.0)])
 def test_a_menu_is_made_in_time(layers: int, limit_s: float) -> None:
     graph = _block(layers)
-    begin = time.perf_counter()
+    begin = time.process_time()  # other processes may be busy
     menu = menu_of(graph)
-    assert time.perf_counter() - begin < limit_s
+    assert time.process_time() - begin < limit_s
     assert len(menu) == MAX_VARIANTS
     held = sorted(total_bytes(graph, v) for v in menu)
     # No two neighbours are further apart than a few even parts.
