@@ -161,10 +161,10 @@ class _Program:
 
     def _needs(self) -> None:
         """Rows: what is needed is there, and so are the sources of what is run again."""
-        for node in self.choices.needed():
+        for node in self.choices.needed:
             self._row(self._there(node), [], 1.0)
         for node, column in self.run.items():
-            for source in dict.fromkeys(self.choices.sources(node)):
+            for source in dict.fromkeys(self.choices.sources[node]):
                 self._row(self._there(source), [column], 0.0)
 
     def _there(self, node: int) -> list[int]:

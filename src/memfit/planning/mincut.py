@@ -46,8 +46,9 @@ class Point:
 class Choices:
     """What may be saved and what may run again, of the nodes that the backward can come to need.
 
-    Parameters are left out: to have them costs nothing. `small` nodes are priced at no bytes and
-    saved wherever they are read. `forced` ones can only be run again, whatever is saved.
+    Parameters are left out: to have them costs nothing. The backward reads `needed`, and a node can
+    be run again where its `sources` are. `small` nodes are priced at no bytes and saved wherever
+    they are read. `forced` ones can only be run again, whatever is saved.
     """
 
     def __init__(self, graph: JointGraph, *, min_tensor_bytes: int = 0) -> None:
@@ -59,6 +60,8 @@ class Choices:
             self.can_run[i] = (
                 n.role == "forward" and n.can_recompute and all(map(self.can_have, n.inputs))
             )
+        self.needed = [i for i in graph.needed if not self.is_free(i)]
+        self.sources = [[i for i in n.inputs if not self.is_free(i)] for n in nodes]
         self.nodes = self._reachable()
         self.small = {
             i for i in self.nodes if self.can_save[i] and nodes[i].bytes < min_tensor_bytes
@@ -74,18 +77,10 @@ class Choices:
         """Whether to have the node costs nothing."""
         return self.graph.nodes[node].role == "parameter"
 
-    def sources(self, node: int) -> list[int]:
-        """What must be there to run the node again."""
-        return [i for i in self.graph.nodes[node].inputs if not self.is_free(i)]
-
-    def needed(self) -> list[int]:
-        """What the backward reads."""
-        return [i for i in self.graph.needed if not self.is_free(i)]
-
     def _reachable(self) -> tuple[int, ...]:
         """Nodes that are needed when as much as can be is run again."""
         seen: set[int] = set()
-        stack = self.needed()
+        stack = list(self.needed)
         for node in stack:
             if not self.can_have(node):
                 name = self.graph.nodes[node].name
@@ -94,7 +89,7 @@ class Choices:
             node = stack.pop()
             if node not in seen:
                 seen.add(node)
-                stack.extend(self.sources(node) if self.can_run[node] else ())
+                stack.extend(self.sources[node] if self.can_run[node] else ())
         return tuple(sorted(seen))
 
     def point(self, saved: Iterable[int], *, keep_small: bool = True) -> Point:
@@ -111,7 +106,7 @@ class Choices:
         """Nodes the backward reads from what is saved, and those it runs again."""
         used: set[int] = set()
         again: set[int] = set()
-        stack = self.needed()
+        stack = list(self.needed)
         while stack:
             node = stack.pop()
             if node in used or node in again:
@@ -120,7 +115,7 @@ class Choices:
                 used.add(node)
             else:
                 again.add(node)
-                stack.extend(self.sources(node))
+                stack.extend(self.sources[node])
         return used, again
 
     def bytes_of(self, node: int) -> int:
@@ -213,7 +208,7 @@ class _Network:
                     gate = gates[storages] = self._vertex()
                     self.edges.append((0, gate, 0.0, choices.bytes_of(node)))
                 self.edges.append((gate, self.there[node], np.inf, 0.0))
-        self.edges.extend((self.there[n], 1, np.inf, 0.0) for n in choices.needed())
+        self.edges.extend((self.there[n], 1, np.inf, 0.0) for n in choices.needed)
         self.most_savers = self._most_savers()
         table = np.array(self.edges, dtype=float).reshape(-1, 4)
         self.ends = table[:, :2].astype(np.int32)
@@ -243,7 +238,7 @@ class _Network:
             seconds = choices.graph.nodes[node].seconds
             self.edges.append((0, run, seconds, choices.state_bytes(node)))
         # A node may be read twice by the same operator; scipy would add the two edges up.
-        for source in dict.fromkeys(choices.sources(node)):
+        for source in dict.fromkeys(choices.sources[node]):
             self.edges.append((self.there[source], run, np.inf, 0.0))
 
     def cut(self, seconds_weight: float, bytes_weight: float, known_cost: float) -> Point:

@@ -21,7 +21,7 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     forward = _forward_spans(graph, kept, forward_order)
     backward = _backward_spans(graph, kept, backward_order)
     at_start = sum(span.bytes for span in backward if span.birth < 0)
-    own = saved_storages(graph, kept) - boundary_storages(graph)
+    own = {s for s in saved_storages(graph, kept) if not _at_boundary(graph, s)}
     return Variant(
         saved=tuple(sorted(kept)),
         recomputed=again,
@@ -37,7 +37,7 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
 
 def total_bytes(graph: JointGraph, variant: Variant) -> int:
     """All that a variant holds between forward and backward: its own, its inputs and outputs."""
-    shared = saved_storages(graph, variant.saved) & boundary_storages(graph)
+    shared = {s for s in saved_storages(graph, variant.saved) if _at_boundary(graph, s)}
     return variant.held_bytes + storage_bytes(graph, shared)
 
 
@@ -45,12 +45,6 @@ def saved_storages(graph: JointGraph, saved: Iterable[int]) -> set[int]:
     """Storages that saved nodes keep alive, those of parameters left out."""
     found = {s for n in saved for s in graph.nodes[n].storages}
     return {s for s in found if _maker_role(graph, s) != "parameter"}
-
-
-def boundary_storages(graph: JointGraph) -> set[int]:
-    """Storages that come in or go out: others may hold them too."""
-    incoming = {s for s in range(len(graph.storages)) if _maker_role(graph, s) == "input"}
-    return incoming | graph.output_storages
 
 
 def storage_bytes(graph: JointGraph, storages: Iterable[int]) -> int:
@@ -163,6 +157,11 @@ def _peak_bytes(spans: Sequence[Span], steps: int) -> int:
         if span.death >= 0:
             change[span.death] -= span.bytes
     return max(accumulate(change[:steps]))
+
+
+def _at_boundary(graph: JointGraph, storage: int) -> bool:
+    """Whether the storage comes in or goes out: others may hold it too."""
+    return storage in graph.output_storages or _maker_role(graph, storage) == "input"
 
 
 def _inside(graph: JointGraph, storage: int) -> bool:
