@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from memfit.cli.app import app
+from memfit.ir.plan import SCHEMA_VERSION
 
 Run = Callable[..., Any]
 SMALL = "n_layer=2 n_embd=64 n_head=2 n_ff=128 vocab_size=200"
@@ -52,7 +53,7 @@ def plan_file(memfit: Run, tiny: list[str], tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     result = memfit("plan", *tiny, "--budget", "90%", "-o", path)
     assert result.exit_code == 0, result.stderr
-    assert json.loads(path.read_text())["schema_version"] == 1
+    assert json.loads(path.read_text())["schema_version"] == SCHEMA_VERSION
     return path
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+BUDGET = {"plan": ["--budget", "1GiB"]}
+
 
 def assert_refused(result: Any, code: int, *words: str) -> None:
     assert result.exit_code == code, result.stderr
@@ -62,6 +64,13 @@ def test_budget_above_the_device(memfit, tiny):
         (["--utilization", "0.5", "--activation-reduction", "0.5"], "exclude each other"),
         (["--plan", "plan.json", "--strategy", "all"], "--plan gives one"),
         (["--plan", "plan.json", "--segments", "layers.*"], "--plan gives one"),
+        (["--plan", "plan.json", "--executor", "graph"], "--executor say how to make a plan"),
+        (["--plan", "plan.json", "--min-tensor-bytes", "1KB"], "--plan gives one"),
+        (["--executor", "eager"], "unknown executor 'eager'"),
+        (["--executor", "Graph"], "one of: auto, graph, inductor, module"),
+        (["--min-tensor-bytes", "small"], "'small' is not a number of bytes"),
+        (["--min-tensor-bytes", "-5"], "'-5' is not a number of bytes"),
+        (["--min-tensor-bytes", "3XB"], "unknown unit"),
         (["--utilization", "80"], "not a share of the device"),
         (["--activation-reduction", "40"], "not between 0 and 1"),
         (["--budget", "1GiB", "--max-slowdown", "0.9"], "below 1"),
@@ -80,6 +89,12 @@ def test_budget_above_the_device(memfit, tiny):
 )
 def test_options_that_mean_nothing(memfit, words, message):
     assert_refused(memfit("fit", "encoder", *words), 2, message)
+
+
+@pytest.mark.parametrize("verb", ["plan", "profile"])
+def test_unknown_executor_is_refused_before_anything_is_built(memfit, verb):
+    result = memfit(verb, "transformers:llama-8b", "--executor", "jit", *BUDGET.get(verb, []))
+    assert_refused(result, 2, "unknown executor 'jit'", "graph, inductor, module")
 
 
 def test_segments_that_no_module_matches(memfit, tiny):

@@ -13,12 +13,12 @@ from memfit.cli.app import app
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 TARGET = "target --batch --seq --dtype --optimizer --device --set --json --verbose -v"
-HOW = "--strategy --interval --segments --allow --accumulate"
+HOW = "--strategy --interval --segments --allow --accumulate --executor --min-tensor-bytes"
 GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {
     "fit": f"{TARGET} {GOAL} {HOW} --plan --steps --output -o",
-    "plan": f"{TARGET} {GOAL} {HOW} --sweep --all --output -o",
-    "profile": f"{TARGET} --segments --accumulate --all --output -o",
+    "plan": f"{TARGET} {GOAL} {HOW} --sweep --all --decisions --output -o",
+    "profile": f"{TARGET} --segments --executor --accumulate --all --output -o",
     "doctor": "--json --verbose -v",
     "init": "file --json --verbose -v",
 }
@@ -28,6 +28,13 @@ def test_verbs_and_options_are_those_that_were_promised():
     commands = typer.main.get_command(app).commands
     found = {verb: {n for p in c.params for n in p.opts} for verb, c in commands.items()}
     assert found == {verb: set(names.split()) for verb, names in VERBS.items()}
+
+
+def test_executors_are_those_of_the_library():
+    from memfit.api import EXECUTORS as LIBRARY
+    from memfit.cli.goal import EXECUTORS
+
+    assert EXECUTORS == ("auto", *LIBRARY)
 
 
 def start(*words: str, **options: object) -> subprocess.Popen[str]:

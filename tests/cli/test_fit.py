@@ -74,6 +74,12 @@ def test_an_impossible_budget_is_refused_with_the_smallest(memfit, tiny):
     assert data["budget_bytes"] < data["minimum_feasible_bytes"]
     assert str(data["minimum_feasible_bytes"]) in data["error"]
     assert data["hint"] and data["exit_code"] == 1
+    parts = data["incompressible_bytes"]
+    assert parts.keys() == {"fixed", "forward", "backward"} and min(parts.values()) > 0
+    assert (
+        parts["fixed"] + max(parts["forward"], parts["backward"])
+        <= (data["minimum_feasible_bytes"])
+    )
     assert f"no plan fits into {format_bytes(data['budget_bytes'])}" in result.stderr
     assert "\nhint: try --budget" in result.stderr
 
@@ -103,6 +109,16 @@ def test_other_goals_and_strategies(memfit, tiny):
     assert "none given" in result.stdout
 
 
+def test_executor_and_tensor_size_reach_the_next_command(memfit, tiny):
+    how = ["--executor", "module", "--min-tensor-bytes", "1KiB"]
+    result = memfit("fit", *tiny, "--budget", "90%", *how, "--steps", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "module for 6 segments" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(f"--sweep {' '.join(how)}")
+    choices = memfit("fit", *tiny, *how)
+    assert choices.stdout.splitlines()[-1].endswith(" ".join(how))
+
+
 def test_utilization_is_a_share_of_the_device(memfit, tiny):
     result = memfit("fit", *tiny, "--utilization", "0.5", "--steps", "1", "--json")
     data = json.loads(result.stdout)
@@ -110,8 +126,8 @@ def test_utilization_is_a_share_of_the_device(memfit, tiny):
 
 
 def _numbers_differ(monkeypatch: pytest.MonkeyPatch, note: str | None) -> None:
-    differ = Numerics(False, 1e-3, 1e-4, repeatable=note is None, note=note)
-    monkeypatch.setattr("memfit.api.check_numerics", lambda workload, planned: differ)
+    differ = Numerics(False, 1e-3, 1e-4, agree=False, repeatable=note is None, note=note)
+    monkeypatch.setattr("memfit.api.check_numerics", lambda *args: differ)
 
 
 def test_other_numbers_are_a_no(memfit, tiny, monkeypatch):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from dataclasses import replace
 
 import pytest
 
 from memfit.cli.goal import GoalOptions
 from memfit.cli.sweep import spread_budgets, sweep
+from memfit.ir.plan import SCHEMA_VERSION, Plan
+from memfit.report.decisions import DECISION_COLUMNS
 
 NO_GOAL = GoalOptions(None, None, None, None, None, None, [], [])
 
@@ -15,7 +19,7 @@ NO_GOAL = GoalOptions(None, None, None, None, None, None, [], [])
 def test_plan_lists_segments_peak_and_time(memfit, tiny):
     result = memfit("plan", *tiny, "--budget", "90%")
     assert result.exit_code == 0, result.stderr
-    for word in ("TransformerEncoderLayer", "recompute, run 0", "keep: a single layer"):
+    for word in ("TransformerEncoderLayer", "keep: a single layer", "segments recomputed whole"):
         assert word in result.stdout
     for word in ("predicted peak", "is the smallest possible budget", "(gap "):
         assert word in result.stdout
@@ -26,7 +30,7 @@ def test_plan_json_is_the_plan_and_categories_sum_to_the_peak(memfit, tiny, plan
     result = memfit("plan", *tiny, "--budget", "90%", "--json")
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == SCHEMA_VERSION
     assert data.keys() == json.loads(plan_file.read_text()).keys()
     assert sum(data["predicted"]["categories"].values()) == data["predicted"]["peak_bytes"]
 
@@ -45,6 +49,55 @@ def test_after_writing_a_plan_the_next_command_runs_it(memfit, tiny, tmp_path):
     path = tmp_path / "plan.json"
     result = memfit("plan", *tiny, "--budget", "90%", "-o", path)
     assert result.stdout.splitlines()[-1].endswith(f"--plan {path}")
+
+
+def test_decisions_are_written_as_csv_or_with_reasons_as_json(memfit, tiny, tmp_path):
+    path, plain = tmp_path / "plan.json", tmp_path / "decisions.csv"
+    words = ["--budget", "90%", "--executor", "module", "-o", path]
+    result = memfit("plan", *tiny, *words, "--decisions", plain)
+    assert result.exit_code == 0, result.stderr
+    rows = list(csv.DictReader(plain.open()))
+    assert tuple(rows[0]) == DECISION_COLUMNS
+    again = sum(row["decision"] == "RECOMPUTE" for row in rows)
+    assert 0 < again < len(rows)
+    assert f"{again} of {len(rows)} tensors" in " ".join(result.stdout.split())
+    plan = Plan.load(path)
+    recomputed = {s.name for s in plan.segments if s.decision == "recompute"}
+    segments = {r["activation_name"].split("/")[0] for r in rows if r["decision"] == "RECOMPUTE"}
+    assert segments == recomputed
+    explained = tmp_path / "decisions.json"
+    assert memfit("plan", *tiny, *words, "--decisions", explained).exit_code == 0
+    data = json.loads(explained.read_text())
+    assert data["schema_version"] == 1 and len(data["decisions"]) == len(rows)
+    assert all(row["reason"] for row in data["decisions"])
+
+
+def test_decisions_are_not_lost_in_a_missing_folder(memfit, tiny, tmp_path):
+    result = memfit("plan", *tiny, "--budget", "90%", "--decisions", tmp_path / "no" / "d.csv")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
+def test_options_are_carried_into_the_plan_and_the_next_command(memfit, tiny):
+    how = ["--segments", "layers.*", "--executor", "module", "--min-tensor-bytes", "100KB"]
+    result = memfit("plan", *tiny, "--budget", "90%", *how)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[-1].endswith(
+        "--budget 90% --segments 'layers.*' --executor module --min-tensor-bytes 100KB"
+    )
+    data = json.loads(memfit("plan", *tiny, "--budget", "90%", *how, "--json").stdout)
+    assert data["executor"] == "module"
+    swept = memfit("plan", *tiny, "--sweep", *how)
+    assert swept.stdout.splitlines()[-1].endswith("--executor module --min-tensor-bytes 100KB")
+
+
+def test_goal_hands_its_options_to_the_library():
+    goal = replace(NO_GOAL, executor="graph", min_tensor_bytes="100KB")
+    options = goal.plan_options()
+    assert (options["executor"], options["min_tensor_bytes"]) == ("graph", 100_000)
+    assert NO_GOAL.plan_options()["min_tensor_bytes"] == 0
+    assert NO_GOAL.words() == []
+    assert goal.words() == ["--executor", "graph", "--min-tensor-bytes", "100KB"]
 
 
 def test_sweep_is_ascending_in_budget_and_never_slower(memfit, tiny):
@@ -75,10 +128,6 @@ def test_sweep_table_and_comparison_of_strategies(memfit, tiny):
 def test_a_worse_plan_for_a_larger_budget_is_replaced_by_the_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, plan_file
 ):
-    from dataclasses import replace
-
-    from memfit import Plan
-
     saved = Plan.load(plan_file)
     seconds = iter([3.0, 2.0, 2.5, 1.0])
 
@@ -106,6 +155,7 @@ def test_budgets_are_spread_from_the_minimum_to_the_unplanned_step():
     [
         ([], "there is no budget to plan for"),
         (["--sweep", "--budget", "1GiB"], "--sweep goes over many budgets"),
+        (["--sweep", "--decisions", "d.csv"], "--decisions is for one plan"),
         (["--sweep", "-o", "plan.json"], "--sweep goes over many budgets"),
         (["--budget", "1GiB", "--utilization", "0.5"], "exclude each other"),
         (["--budget", "1GiB", "--strategy", "optimal,ratio"], "unknown strategy"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
+
 from memfit.ir.codec import from_data
 from memfit.ir.profile import Profile
+from memfit.planning.tables import ACTIVATION_COLUMNS, NODE_COLUMNS
 
 
 def test_profile_prints_segments_static_bytes_and_the_peak(memfit, tiny):
@@ -33,6 +36,33 @@ def test_profile_writes_its_files(memfit, tiny, tmp_path):
     for row in timeline:
         parts = [int(n) for name, n in row.items() if name.endswith("_bytes")]
         assert sum(parts) == 2 * int(row["total_bytes"])
+
+
+def test_profile_writes_operators_and_activations(memfit, tiny, tmp_path):
+    result = memfit("profile", *tiny, "-o", tmp_path, "--executor", "module")
+    assert result.exit_code == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("next: ") and last.endswith("--sweep --executor module")
+    tables = {}
+    for name, columns in (("nodes", NODE_COLUMNS), ("activations", ACTIVATION_COLUMNS)):
+        data = json.loads((tmp_path / f"{name}.json").read_text(), parse_constant=pytest.fail)
+        assert data["schema_version"] == 1
+        table = list(csv.reader((tmp_path / f"{name}.csv").open()))
+        assert table[0] == list(columns)
+        assert table[1:] == [[str(value) for value in row.values()] for row in data[name]]
+        tables[name] = data[name]
+    nodes, activations = tables["nodes"], tables["activations"]
+    assert [row["rank"] for row in nodes] == list(range(len(nodes)))
+    assert nodes[-1]["node_name"] == "optimizer"
+    layer = [row for row in activations if row["segment"] == "layers.0"]
+    assert layer and all(row["first_bw_use_rank"] > row["last_fw_use_rank"] for row in layer)
+    assert all(row["inactive_time_s"] > 0 for row in layer)
+
+
+def test_the_next_command_measures_the_same_step(memfit, tiny):
+    words = ["--segments", "layers.*", "--executor", "module", "--accumulate", "2"]
+    last = memfit("profile", *tiny, *words).stdout.splitlines()[-1]
+    assert last.endswith("--sweep --segments 'layers.*' --executor module --accumulate 2")
 
 
 def test_profile_folder_that_is_a_file_is_refused(memfit, tiny, tmp_path):
