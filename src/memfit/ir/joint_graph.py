@@ -110,7 +110,8 @@ class JointGraph:
     def backward_order(self, saved: frozenset[int]) -> tuple[int, ...]:
         """Backward operators as they run, each recomputed one as late as it can be.
 
-        A recomputed node stands just before the first that reads it, after its own sources.
+        A recomputed node stands just before the first that reads it, after its own sources. All
+        that is wanted of an operator's several results is taken from it at once.
         """
         again = set(self.recomputed(saved))
         order: list[int] = []
@@ -126,6 +127,15 @@ class JointGraph:
                 order.append(node)
         return tuple(order)
 
+    @cached_property
+    def _parts(self) -> dict[int, list[int]]:
+        """For operators with several results, the nodes that take one of them."""
+        parts: dict[int, list[int]] = {}
+        for i, node in enumerate(self.nodes):
+            if node.op == "getitem":
+                parts.setdefault(node.inputs[0], []).append(i)
+        return parts
+
     def _missing(self, node: int, again: set[int]) -> list[int]:
         """Recomputed ancestors of `node` that have not run yet, taken out of `again`."""
         found: list[int] = []
@@ -136,6 +146,7 @@ class JointGraph:
                 again.discard(at)
                 found.append(at)
                 stack.extend(i for i in self.nodes[at].inputs if i in again)
+                stack.extend(i for i in self._parts.get(at, ()) if i in again)
         return sorted(found)
 
 

@@ -7,6 +7,8 @@ release means one file to mend.
 from __future__ import annotations
 
 import itertools
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -31,6 +33,9 @@ from memfit.runtime.joint import NotAGraph, read_by_backward, translate
 from memfit.runtime.random_state import RandomState
 
 _UNLIMITED = 1_000_000
+_TEXT_CHARACTERS = 160
+# A module whose code reads a number that changes (a step count) is compiled at every call.
+_COMPILATIONS_PER_MODULE = 8
 # Past its limits dynamo runs a segment eagerly without a word; here only errors stop it.
 _DYNAMO_SETTINGS = {
     "recompile_limit": _UNLIMITED,
@@ -65,6 +70,8 @@ class Program:
         self.segments, self.kind, self.choice = segments, kind, choice
         self._function = _own_function(function, f"segment_{next(self._numbers)}")
         self._backend = self._compile  # one object: dynamo knows backends by identity
+        self._module = 0  # identity of the module that runs
+        self._compiled: Counter[tuple[int, str | None]] = Counter()
         self._run = torch.compile(
             self._function, backend=self._backend, dynamic=False, fullgraph=True
         )
@@ -73,6 +80,7 @@ class Program:
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a module's forward; CannotCapture when it cannot be compiled."""
+        self._module = id(module)
         with dynamo_config.patch(_DYNAMO_SETTINGS):
             try:
                 return self._run(module, args, kwargs)
@@ -91,7 +99,16 @@ class Program:
         with functorch_config.patch(_known(settings, functorch_config)):
             compiled = (_with_inductor if fused else _as_traced)(module, inputs, compilation)
         self.segments.compilations += 1
+        self._refuse_endless(compilation.key)
         return compiled
+
+    def _refuse_endless(self, key: str | None) -> None:
+        self._compiled[self._module, key] += 1
+        if self._compiled[self._module, key] > _COMPILATIONS_PER_MODULE:
+            raise CannotCapture(
+                f"{self.kind}: one module was compiled {_COMPILATIONS_PER_MODULE} times for the "
+                "same graph: its code reads a value that changes from call to call"
+            )
 
 
 class _Compilation:
@@ -134,10 +151,9 @@ class _Compilation:
         self.key = self.segments.found(graph).key
         return self.pair.forward, self.pair.backward
 
-    def forward(self, module: fx.GraphModule, compiled: Boxed) -> Boxed:
-        """The compiled forward, which tells the segments that it runs."""
+    def forward(self, names: Sequence[str], compiled: Boxed) -> Boxed:
+        """The compiled forward, which tells the segments that it runs; `names` of its inputs."""
         segments, key = self.segments, self.key
-        names = [n.name for n in module.graph.find_nodes(op="placeholder")]
         results = () if self.pair is None else self.pair.results
         measure = self._measure if self.choice.plain and self.choice.saved is None else None
 
@@ -196,7 +212,7 @@ def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilat
     """Compile into the traced operators themselves."""
 
     def compile_forward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        return compilation.forward(half, _boxed(half))
+        return compilation.forward(_input_names(half), _boxed(half))
 
     def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         return _boxed(half)
@@ -212,7 +228,7 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
     plain = compilation.choice.plain
 
     def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        names = half  # its graph is changed by compiling
+        names = _input_names(half)  # compiling changes the graph
         compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
         return compiled if options.get("is_backward") else compilation.forward(names, compiled)
 
@@ -226,6 +242,10 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
         )
     finally:
         partitioner.forget()
+
+
+def _input_names(half: fx.GraphModule) -> list[str]:
+    return [n.name for n in half.graph.find_nodes(op="placeholder")]
 
 
 def _boxed(module: fx.GraphModule) -> Boxed:
@@ -271,9 +291,22 @@ def _explained(error: BaseException, kind: str) -> Exception:
     inner = _innermost(error)
     if isinstance(inner, MemfitError | torch.OutOfMemoryError):
         return inner
-    lines = [line.strip() for line in str(getattr(inner, "msg", None) or inner).splitlines()]
-    text = next((line for line in lines if line), type(inner).__name__)
+    text = textwrap.shorten(_text(inner), _TEXT_CHARACTERS, placeholder=" ...")
     return CannotCapture(f"{kind}: {text}{_place(inner) or _place(error)}")
+
+
+def _text(error: BaseException) -> str:
+    """One line that says what went wrong: dynamo's title, or what the user's own code raised."""
+    lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines()]
+    title = next((line for line in lines if line), type(error).__name__)
+    for line in lines:
+        _, raised, exception = line.partition("raised exception ")
+        _, got, failure = line.partition(": got ")
+        if raised and title == "Observed exception":
+            return exception
+        if got and isinstance(error, dynamo_errors.TorchRuntimeError):
+            return failure
+    return title
 
 
 def _innermost(error: BaseException) -> BaseException:
@@ -289,4 +322,5 @@ def _place(error: BaseException) -> str:
     if not frames:
         return ""
     file = frames[-1].filename.replace("\\", "/").rpartition("/")[2]
-    return f" ({file}:{frames[-1].lineno} {(frames[-1].line or '').strip()})"
+    code = textwrap.shorten(frames[-1].line or "", _TEXT_CHARACTERS, placeholder=" ...")
+    return f" ({file}:{frames[-1].lineno} {code})"

@@ -120,9 +120,10 @@ class CompiledSegments:
             module, function = _bound(forward)
             plain = self.executor == "graph" or (self._measuring and names is None)
             choice = Choice(plain, planned, names)
-            self.last_key, runs = None, self._runs
+            runs = self._runs
             result = self._program(function, choice, module)(module, args, kwargs)
             if self._runs == runs:
+                self.last_key = None
                 kind = type(module).__name__
                 raise CannotCapture(f"{kind}: torch.compile found nothing to compile")
             if self.last_key is not None:

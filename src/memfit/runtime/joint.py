@@ -165,8 +165,9 @@ class _Translation:
         self.role = self._roles()
 
     def build(self, kind: str) -> JointGraph:
-        for node in self.nodes:
+        for node in sorted(self.nodes, key=lambda n: n.op == "placeholder"):  # causes first
             _check(node)
+        for node in self.nodes:
             self.storages.add(node)
         groups = (("parameter", "input"), ("forward",), ("tangent",), ("backward",))
         ordered = [n for group in groups for n in self.nodes if self.role[n] in group]
@@ -252,13 +253,13 @@ def _check(node: fx.Node) -> None:
     """Refuse values that have no fixed size or no plain storage."""
     for value in _values(node):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotAGraph(f"{node.name} has a size that depends on data")
+            raise NotAGraph(f"{node.name} depends on data ({_source(node)})")
         if not isinstance(value, torch.Tensor):
             continue
         if value.layout is not torch.strided or not torch._C._has_storage(value):
-            raise NotAGraph(f"{node.name} is a {value.layout} tensor")
+            raise NotAGraph(f"{node.name} is a {value.layout} tensor ({_source(node)})")
         if any(isinstance(size, torch.SymInt) for size in value.shape):
-            raise NotAGraph(f"{node.name} has a size that depends on data")
+            raise NotAGraph(f"{node.name} has a size that depends on data ({_source(node)})")
 
 
 def _declared_alias(node: fx.Node) -> fx.Node | None:
