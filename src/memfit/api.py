@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.learn import learn_variants
 from memfit.capture.profile import profile_workload
 from memfit.errors import InfeasibleError, PlanFileError, UsageError
 from memfit.fitted import Fitted
@@ -30,6 +31,7 @@ from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
 MAX_ROUNDS = 3
+MAX_LESSONS = 3  # plans that are run to learn about their variants, in each round
 EXECUTORS = ("graph", "inductor", "module")
 
 
@@ -160,7 +162,7 @@ def fit_workload(
     if plan is None:
         resolved = None if budget is None else resolve_budget(budget, measured)
         goal = replace(goal, budget_bytes=resolved)
-    made, check, rounds, notes = _hold(workload, measured, goal, plan, say)
+    measured, made, check, rounds, notes = _hold(workload, measured, goal, plan, say)
     planned = Applied(made, workload.model)
     unplanned = None
     if made.executor != "module":
@@ -244,12 +246,22 @@ def _goal(
 
 def _hold(
     workload: Workload, measured: Profile, goal: Goal, given: Plan | None, say: Progress
-) -> tuple[Plan, BudgetCheck, int, list[str]]:
-    """Plan and run until the budget holds: each round leaves free what the last one missed."""
+) -> tuple[Profile, Plan, BudgetCheck, int, list[str]]:
+    """Plan and run until the budget holds: each round leaves free what the last one missed.
+
+    The profile grows by what the chosen variants showed when they ran.
+    """
     notes: list[str] = []
     for number in range(1, MAX_ROUNDS + 1):
         say(f"planning (round {number})")
         made = given if given is not None else make_plan(measured, goal)
+        for _ in range(MAX_LESSONS if given is None else 0):
+            say(f"running what was chosen (round {number})")
+            learned = learn_variants(workload, measured, made)
+            if learned is None:
+                break
+            measured = learned
+            made = make_plan(measured, goal)
         say(f"running under the budget (round {number})")
         check = check_budget(
             workload,
@@ -258,7 +270,7 @@ def _hold(
             accumulate=measured.accumulate,
         )
         if check.holds:
-            return made, check, number, notes
+            return measured, made, check, number, notes
         assert made.budget_bytes is not None
         ran = "out of memory" if check.peak is None else format_bytes(check.peak.reserved_bytes)
         notes.append(
@@ -267,7 +279,7 @@ def _hold(
         )
         if given is not None:
             break
-        # So much less than this plan was to take: a margin that leaves the plan as it is helps nobody.
+        # So much less than this plan was to take: else the plan might stay as it is.
         spare = max(made.budget_bytes - made.predicted.reserved_bytes, goal.margin_bytes)
         goal = replace(goal, margin_bytes=spare + check.over_bytes)
     raise InfeasibleError(

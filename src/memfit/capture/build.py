@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from memfit.capture.captured import Captured
 from memfit.capture.segments import Segment
 from memfit.errors import ModelError
 from memfit.ir.step_graph import Block, Call, Hold, StepGraph
@@ -39,6 +40,7 @@ class _ForwardRun:
     args: dict[int, list[int | None]] = field(default_factory=dict)  # None: not of this step
     enter: dict[int, int] = field(default_factory=dict)
     exit: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, dict[str, int]] = field(default_factory=dict)  # call -> graph node -> block
     model_end: int = 0
     end: int = 0
 
@@ -52,6 +54,7 @@ class _StepRun:
     release: dict[tuple[int, int], int] = field(default_factory=dict)
     need: dict[int, int] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)  # captured call -> its backward returned
     state_bytes: dict[int, int] = field(default_factory=dict)
     born: list[_Draft] = field(default_factory=list)
     backward_end: int = 0
@@ -61,15 +64,19 @@ class _StepRun:
 def build_step_graph(
     forward_events: Sequence[Event],
     step_events: Sequence[Event],
-    segments: Sequence[Segment],
-    recomputed: Sequence[int],
+    captured: Captured,
     static: dict[str, int],
 ) -> StepGraph:
-    """Put the two runs together; `recomputed` are the calls that the step run recomputed."""
+    """Put the two runs together."""
+    segments = captured.segments
     forward = _read_forward(forward_events)
     step = _read_step(step_events, forward, segments)
-    blocks = _blocks(forward, step, set(recomputed))
-    calls = _calls(forward, step, segments, blocks)
+    for call in captured.keys:
+        # Compiled code takes its saved tensors over when it starts and frees them as it goes.
+        step.finish.setdefault(call, step.backward_end)
+        step.done[call] = max(step.done.get(call, 0), step.finish[call])
+    blocks = _blocks(forward, step, set(captured.recomputed_alone()))
+    calls = _calls(forward, step, captured, blocks)
     return StepGraph(
         length=step.end + 1,
         model_end=forward.model_end,
@@ -97,6 +104,10 @@ def _read_forward(events: Sequence[Event]) -> _ForwardRun:
                 run.drafts[live.pop(event.address)].death = position
         else:
             word, *rest = event.label.split()
+            if word == "node":
+                nodes = run.nodes.setdefault(int(rest[0]), {})
+                nodes[rest[2]] = live.get(int(rest[1]), -1)
+                continue
             numbers = [int(n) for n in rest]
             if word == "enter":
                 region = numbers[0]
@@ -134,6 +145,7 @@ class _StepReader:
         self.in_forward = True
         self.replaying: int | None = None  # the call being replayed, -1 between calls
         self.bookkeeping: int | None = None  # the call whose replay is being prepared
+        self.graph_of: int | None = None  # the captured call whose backward runs
 
     def read(self, event: Event) -> bool:
         """Take in one event; return False when the step is over."""
@@ -230,6 +242,12 @@ class _StepReader:
             for call in range(numbers[0], numbers[1] + 1):
                 run.need.setdefault(call, self._tick())
             self.replaying = -1
+        elif word == "backward_begin":
+            self.graph_of = numbers[0]
+            run.need.setdefault(numbers[0], self._tick())
+        elif word == "backward_end" and self.graph_of is not None:
+            run.finish[self.graph_of] = self._tick()
+            self.graph_of = None
         elif word == "replay_enter":
             self.replaying, self.ordinal = numbers[0], 0
         elif word == "replay_exit":
@@ -279,6 +297,8 @@ def _blocks(forward: _ForwardRun, step: _StepRun, recomputed: set[int]) -> tuple
             continue
         replayed = call in recomputed and draft.call == call
         dropped = step.replayed_free.get(number, release) if replayed else release
+        if call in step.finish:
+            release = dropped = dropped if replayed else step.finish[call]
         draft.holds[call] = Hold(call, max(release, packed), max(dropped, packed))
     for number, draft in enumerate(forward.drafts):
         if draft.death is None:  # outlived the forward: held by something that is no saved tensor
@@ -311,13 +331,14 @@ def _category(draft: _Draft, forward_end: int, backward_end: int) -> str:
 def _calls(
     forward: _ForwardRun,
     step: _StepRun,
-    segments: Sequence[Segment],
+    captured: Captured,
     blocks: tuple[Block, ...],
 ) -> tuple[Call, ...]:
+    graphs = {key: number for number, key in enumerate(dict.fromkeys(captured.keys.values()))}
     usual_state = max(step.state_bytes.values(), default=0)
     calls: list[Call] = []
     first_alike: dict[tuple[object, ...], int] = {}
-    for index, segment in enumerate(segments):
+    for index, segment in enumerate(captured.segments):
         visit = segment.visit
         made = [blocks[b] for b in forward.regions.get(index, [])]
         # Alike: the same class asks for the same memory with the same operators.
@@ -346,6 +367,9 @@ def _calls(
                 pinned=segment.pinned,
                 state_bytes=step.state_bytes.get(index, usual_state),
                 mutated_buffers=visit.mutated_buffers,
+                graph=graphs[captured.keys[index]] if index in captured.keys else -1,
+                finish=step.finish.get(index, -1),
+                held=forward.nodes.get(index, {}),
             )
         )
     return tuple(calls)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from memfit.capture.build import build_step_graph
+from memfit.capture.captured import Captured, capture_segments
 from memfit.capture.find import find_segments
-from memfit.capture.recording import recomputed_alone, record_forward, record_step
+from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
-from memfit.capture.segments import Segment
 from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, Profile
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
@@ -28,6 +28,7 @@ def profile_workload(
     workload: Workload,
     *,
     segments: Sequence[str] | None = None,
+    executor: str = "module",
     accumulate: int = 1,
     rounds: int = 5,
     progress: Progress | None = None,
@@ -35,24 +36,22 @@ def profile_workload(
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards."""
     say = progress or (lambda text: None)
     with untouched(workload):
-        say("finding segments")
-        found, inplace = find_segments(workload, segments)
+        captured, inplace = _capture(workload, segments, executor, say)
         with inplace_off(workload.model, inplace):
             say("warming up")
-            _warm_up(workload, found)
+            _warm_up(workload, captured)
             settle_optimizer_state(workload.optimizer, workload.device)
             allocator = allocator_start(workload.device)
             static = static_bytes(workload)
             say("recording memory")
             graph = build_step_graph(
-                record_forward(workload, found),
-                record_step(workload, found),
-                found,
-                recomputed_alone(found),
+                record_forward(workload, captured),
+                record_step(workload, captured),
+                captured,
                 static,
             )
             say("timing segments")
-            times = StepTimes(workload, found, graph, accumulate)
+            times = StepTimes(workload, captured, graph, accumulate)
             seconds = times.measure(rounds)
         peak = times.plain_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
@@ -69,16 +68,38 @@ def profile_workload(
             None if peak is None else Baseline(peak.bytes, peak.reserved_bytes, seconds.step_s)
         ),
         allocator=allocator,
+        executor=executor,
+        graphs=tuple(captured.graphs),
+        uncaptured={graph.calls[i].name: why for i, why in captured.reasons.items()},
         inplace_off=inplace,
         accumulate=accumulate,
         notes=tuple(notes),
     )
 
 
-def _warm_up(workload: Workload, segments: Sequence[Segment]) -> None:
+def _capture(
+    workload: Workload, patterns: Sequence[str] | None, executor: str, say: Progress
+) -> tuple[Captured, tuple[str, ...]]:
+    """The segments with their joint graphs, and the modules that must not work in place.
+
+    Segments stay whole when a plan can decide inside them; where one cannot be captured, all are
+    found again as they would be for plans that take or leave a segment whole.
+    """
+    for split in (False, True) if executor != "module" else (True,):
+        say("finding segments")
+        found, inplace = find_segments(workload, patterns, split=split)
+        say("capturing segments")
+        with inplace_off(workload.model, inplace):
+            captured = capture_segments(workload, found, executor)
+        if not captured.reasons:
+            break
+    return captured, inplace
+
+
+def _warm_up(workload: Workload, captured: Captured) -> None:
     """Two steps with everything recomputed: optimizer state and library workspaces exist then."""
     try:
-        with recomputing_all(workload, segments), explained_errors(workload):
+        with recomputing_all(workload, captured), explained_errors(workload):
             for _ in range(2):
                 run_step(workload)
     except torch.OutOfMemoryError as error:

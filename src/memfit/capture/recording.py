@@ -8,31 +8,28 @@ marks say when each saved tensor is wanted and let go in backward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from memfit.capture.captured import Captured
 from memfit.capture.discover import dropped_saved_tensors
-from memfit.capture.segments import Segment
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.step import explained_errors, run_step
-from memfit.runtime.calls import Forward, Route, named_modules, routed
+from memfit.runtime.calls import Forward, routed
+from memfit.runtime.compiled import CompiledSegments
 from memfit.runtime.recompute import Recompute
 from memfit.workload import Workload
 
 _PHASE_MARKS = {"backward": "forward_end", "optimizer": "backward_end", "end": "end"}
 
 
-def recomputed_alone(segments: Sequence[Segment]) -> list[int]:
-    """The calls that the recorded step recomputes, each by itself: all that are worth it."""
-    return [i for i, s in enumerate(segments) if not s.visit.leaf and s.pinned is None]
-
-
-def record_forward(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
+def record_forward(workload: Workload, captured: Captured) -> list[Event]:
     """Record one forward in which nothing saved for backward is kept."""
-    engine = _Marking(None)
+    engine = Marking(None, captured.keys)
 
     def pack(tensor: torch.Tensor) -> None:
         mark(f"pack {engine.current} {_address(tensor)}")
@@ -43,13 +40,17 @@ def record_forward(workload: Workload, segments: Sequence[Segment]) -> list[Even
         mark("forward_end")
         del loss
 
-    with routed(workload.model, route_of(segments), engine), explained_errors(workload):
+    with (
+        routed(workload.model, captured.route, engine, captured.code),
+        watched(captured.compiled, engine),
+        explained_errors(workload),
+    ):
         return record(forward, workload.device)
 
 
-def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
+def record_step(workload: Workload, captured: Captured) -> list[Event]:
     """Record one whole step with every segment that can be recomputed."""
-    engine = _Marking(recompute_all(workload, segments, _Marks()))
+    engine = Marking(recompute_all(workload, captured, _Marks()), captured.keys)
 
     def pack(tensor: torch.Tensor) -> _Held:
         return _Held(engine.current, tensor)
@@ -62,47 +63,49 @@ def record_step(workload: Workload, segments: Sequence[Segment]) -> list[Event]:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             run_step(workload, phase=lambda name: mark(_PHASE_MARKS[name]))
 
-    with routed(workload.model, route_of(segments), engine), explained_errors(workload):
+    with (
+        routed(workload.model, captured.route, engine, captured.code),
+        explained_errors(workload),
+    ):
         return record(step, workload.device)
 
 
 def recompute_all(
     workload: Workload,
-    segments: Sequence[Segment],
+    captured: Captured,
     observer: Any = None,
     *,
     trim: bool = False,
     every: int = 1,
 ) -> Recompute:
     """The engine that recomputes every segment worth it (or every n-th of them), each by itself."""
-    runs = [(i, i) for i in recomputed_alone(segments)[::every]]
-    modules = segment_modules(workload.model, segments)
-    return Recompute(runs, modules, mutated(segments), observer, trim)
+    runs = [(i, i) for i in captured.recomputed_alone()[::every]]
+    modules = captured.modules(workload.model)
+    return Recompute(runs, modules, mutated(captured), observer, trim, captured.keys)
 
 
-def segment_modules(
-    model: torch.nn.Module, segments: Sequence[Segment]
-) -> dict[int, torch.nn.Module]:
-    """The module of each segment call."""
-    modules = named_modules(model, [s.visit.module for s in segments])
-    return {i: modules[s.visit.module] for i, s in enumerate(segments)}
-
-
-def mutated(segments: Sequence[Segment]) -> dict[int, tuple[str, ...]]:
+def mutated(captured: Captured) -> dict[int, tuple[str, ...]]:
     """Buffers that each call changes, beside running statistics."""
-    return {i: s.visit.mutated_buffers for i, s in enumerate(segments) if s.visit.mutated_buffers}
+    found = enumerate(captured.segments)
+    return {i: s.visit.mutated_buffers for i, s in found if s.visit.mutated_buffers}
 
 
-def route_of(segments: Sequence[Segment]) -> Route:
-    calls = [(s.visit.module, s.visit.number, s.visits) for s in segments]
-    return Route(calls, segments[0].model_calls)
+@contextmanager
+def watched(compiled: CompiledSegments | None, engine: Marking) -> Iterator[None]:
+    """Mark what goes into and comes out of the joint graphs."""
+
+    def watch(node: str, tensor: torch.Tensor) -> None:
+        mark(f"node {engine.current} {_address(tensor)} {node}")
+
+    with nullcontext() if compiled is None else compiled.watched(watch):
+        yield
 
 
-class _Marking:
+class Marking:
     """An engine that marks each call and its arguments, around another engine."""
 
-    def __init__(self, inner: Recompute | None) -> None:
-        self.inner = inner
+    def __init__(self, inner: Recompute | None, captured: Container[int]) -> None:
+        self.inner, self.captured = inner, captured
         self.current = -1
 
     @property
@@ -138,7 +141,40 @@ class _Marking:
             else self.inner(index, marked, args, kwargs)
         )
         mark(f"exit {index}")
+        if index in self.captured:
+            mark_backward(index, args, kwargs, output)
         return output
+
+
+def mark_backward(index: int, args: Any, kwargs: Any, output: Any) -> None:
+    """Mark when the backward of a captured call begins and when it has returned.
+
+    It has returned when the gradient of the first input that wants one arrives.
+    """
+    node = _graph_node(output)
+    if node is not None:
+        node.register_prehook(lambda gradients: mark(f"backward_begin {index}"))
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(lambda gradient: mark(f"backward_end {index}"))
+            break
+
+
+def _graph_node(output: Any) -> Any:
+    """The autograd node of compiled code behind an output, looking through views."""
+    waiting = [
+        leaf.grad_fn
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    for _ in range(20):
+        if not waiting:
+            return None
+        node = waiting.pop(0)
+        if "CompiledFunction" in node.name():
+            return node
+        waiting.extend(follower for follower, _ in node.next_functions if follower is not None)
+    return None
 
 
 class _Held:

@@ -9,25 +9,24 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from memfit.capture.captured import Captured
 from memfit.capture.discover import dropped_saved_tensors
-from memfit.capture.recording import recompute_all, route_of, segment_modules
-from memfit.capture.segments import Segment
+from memfit.capture.recording import recompute_all
 from memfit.ir.profile import CallTime
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step
 from memfit.measure.timing import Clock, time_interleaved
-from memfit.runtime.calls import Forward, Router, routed
+from memfit.runtime.calls import Engine, Forward, Router, routed
 from memfit.runtime.random_state import RandomState
-from memfit.runtime.recompute import Recompute, frozen_statistics, statistics_norms
+from memfit.runtime.recompute import Recompute, scratch_statistics, statistics_norms
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -45,11 +44,11 @@ class Seconds:
 
 
 def recomputing_all(
-    workload: Workload, segments: Sequence[Segment], *, trim: bool = False, every: int = 1
+    workload: Workload, captured: Captured, *, trim: bool = False, every: int = 1
 ) -> AbstractContextManager[Router]:
     """Run the workload with every segment worth it recomputed, or every second one."""
-    engine = recompute_all(workload, segments, trim=trim, every=every)
-    return routed(workload.model, route_of(segments), engine)
+    engine = recompute_all(workload, captured, trim=trim, every=every)
+    return routed(workload.model, captured.route, engine, captured.code)
 
 
 class StepTimes:
@@ -58,11 +57,11 @@ class StepTimes:
     def __init__(
         self,
         workload: Workload,
-        segments: Sequence[Segment],
+        captured: Captured,
         graph: StepGraph,
         accumulate: int,
     ) -> None:
-        self.workload, self.segments, self.graph = workload, segments, graph
+        self.workload, self.captured, self.graph = workload, captured, graph
         self.accumulate = accumulate
         self.clock = Clock(workload.device)
         self.plain_peak: Peak | None = None
@@ -143,8 +142,8 @@ class StepTimes:
         if self.workload.device.type != "cuda":
             return usual
         wanted = {c.alike for c in self.graph.calls if c.pinned is None}
-        engine = _Probe(self.clock, wanted, segment_modules(self.workload.model, self.segments))
-        with routed(self.workload.model, route_of(self.segments), engine):
+        engine = _Probe(self.clock, wanted, self.captured.modules(self.workload.model))
+        with self._routed(engine):
             with dropped_saved_tensors(lambda tensor: None):
                 self.workload.compute_loss()
         return [
@@ -164,27 +163,31 @@ class StepTimes:
         torch.cuda.empty_cache()
         return None
 
+    def _routed(self, engine: Engine) -> AbstractContextManager[Router]:
+        return routed(self.workload.model, self.captured.route, engine, self.captured.code)
+
     def _plain_step(self) -> None:
-        run_step(self.workload, accumulate=self.accumulate)
+        with self._routed(Recompute([], {})):
+            run_step(self.workload, accumulate=self.accumulate)
 
     def _recomputed_step(self) -> None:
-        with recomputing_all(self.workload, self.segments):
+        with recomputing_all(self.workload, self.captured):
             run_step(self.workload, accumulate=self.accumulate)
 
     def _half_step(self) -> None:
-        with recomputing_all(self.workload, self.segments, every=2):
+        with recomputing_all(self.workload, self.captured, every=2):
             run_step(self.workload, accumulate=self.accumulate)
 
     def _trimmed_step(self) -> None:
-        with recomputing_all(self.workload, self.segments, trim=True):
+        with recomputing_all(self.workload, self.captured, trim=True):
             run_step(self.workload, accumulate=self.accumulate)
 
     def _calls(self, recompute: bool) -> dict[str, dict[int, float]]:
         calls = CallClock(self.clock)
-        inner = recompute_all(self.workload, self.segments, _ReplayClock(calls))
+        inner = recompute_all(self.workload, self.captured, _ReplayClock(calls))
         engine = _Timed(calls, inner if recompute else None)
         with ExitStack() as stack:
-            stack.enter_context(routed(self.workload.model, route_of(self.segments), engine))
+            stack.enter_context(self._routed(engine))
 
             def phase(name: str) -> None:
                 if name == "optimizer":
@@ -299,7 +302,7 @@ class _Probe:
             norms = statistics_norms(self.modules[index])
             samples = []
             for _ in range(PROBES):
-                with state.replayed(), frozen_statistics(norms):
+                with state.replayed(), scratch_statistics(norms):
                     self.clock.settle()
                     self.clock.occupy()
                     start = self.clock.now()

@@ -162,7 +162,7 @@ def _show_choices(
         progress=session.progress,
     )
     session.progress("looking for the feasible range")
-    minimum, unplanned = minimum_feasible(profile)[0], unplanned_bytes(profile)
+    minimum, unplanned = minimum_feasible(profile, goal.smallest_bytes)[0], unplanned_bytes(profile)
     found = choices(profile, minimum, unplanned, goal, session.progress)
     if session.as_json:
         session.emit(

@@ -80,7 +80,7 @@ class GoalOptions:
                 hint="add --budget B or --activation-reduction SHARE",
             )
         check_executor(self.executor)
-        self._smallest_bytes()
+        _ = self.smallest_bytes  # raises when it is no size
         allowed_techniques(self._techniques())
         strategy = self.strategy or "optimal"
         for name in strategy.split(",") if several_strategies else [strategy]:
@@ -106,7 +106,7 @@ class GoalOptions:
             "activation_reduction": self.activation_reduction,
             "interval": self.interval,
             "executor": self.executor,
-            "min_tensor_bytes": self._smallest_bytes(),
+            "min_tensor_bytes": self.smallest_bytes,
         }
 
     def words(self) -> list[str]:
@@ -129,7 +129,9 @@ class GoalOptions:
             *_given({"--min-tensor-bytes": self.min_tensor_bytes}),
         ]
 
-    def _smallest_bytes(self) -> int:
+    @property
+    def smallest_bytes(self) -> int:
+        """Tensors below this size are always kept."""
         from memfit.units import parse_bytes
 
         return 0 if self.min_tensor_bytes is None else parse_bytes(self.min_tensor_bytes)

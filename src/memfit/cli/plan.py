@@ -164,7 +164,7 @@ def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOpti
     from memfit.report.terminal import budget_word, headline
 
     session.progress("looking for the smallest budget")
-    minimum, unplanned = minimum_feasible(profile)[0], unplanned_bytes(profile)
+    minimum, unplanned = minimum_feasible(profile, goal.smallest_bytes)[0], unplanned_bytes(profile)
     strategies = (goal.strategy or "optimal").split(",")
     rows = sweep(profile, spread_budgets(minimum, unplanned), strategies, goal, session.progress)
     if session.as_json:

@@ -103,9 +103,37 @@ class JointGraph:
             stack.extend(self.nodes[node].inputs)
         return tuple(sorted(seen))
 
-    def forward_order(self) -> tuple[int, ...]:
-        """Forward operators as they run."""
-        return tuple(i for i, n in enumerate(self.nodes) if n.role == "forward")
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """Forward operators that the outputs depend on: the others only serve the backward."""
+        seen: set[int] = set()
+        stack = list(self.outputs)
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(self.nodes[node].inputs)
+        return frozenset(n for n in seen if self.nodes[n].role == "forward")
+
+    @cached_property
+    def again_seconds(self) -> tuple[float, ...]:
+        """What running each node in backward adds: nothing where the forward can then skip it."""
+        return tuple(
+            node.seconds if i in self.returned else 0.0 for i, node in enumerate(self.nodes)
+        )
+
+    def forward_order(self, saved: frozenset[int] | None = None) -> tuple[int, ...]:
+        """Forward operators as they run; with `saved`, only those that outputs and it need."""
+        if saved is None:
+            return tuple(i for i, n in enumerate(self.nodes) if n.role == "forward")
+        wanted = set(self.returned)
+        stack = [n for n in saved if self.nodes[n].role == "forward"]
+        while stack:
+            node = stack.pop()
+            if node not in wanted:
+                wanted.add(node)
+                stack.extend(i for i in self.nodes[node].inputs if self.nodes[i].role == "forward")
+        return tuple(sorted(wanted))
 
     def backward_order(self, saved: frozenset[int]) -> tuple[int, ...]:
         """Backward operators as they run, each recomputed one as late as it can be.
@@ -123,6 +151,7 @@ class JointGraph:
         for node in self.gradients:  # a gradient that is a forward value
             if node in again:
                 order.extend(self._missing(node, again))
+            if node in again:  # not taken along with what it is a part of
                 again.discard(node)
                 order.append(node)
         return tuple(order)

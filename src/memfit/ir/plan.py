@@ -168,7 +168,7 @@ class Plan:
                 raise ValueError("not a JSON object")
             version = data.get("schema_version")
             if version != SCHEMA_VERSION:
-                raise ValueError(f"schema_version is {version!r}, this memfit reads {SCHEMA_VERSION}")
+                raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
             return from_data(Plan, data)
         except (ValueError, TypeError, KeyError) as error:
             raise PlanFileError(

@@ -30,15 +30,17 @@ def _activations(
     graph: JointGraph, variant: Variant, forward: dict[int, int], backward: list[int]
 ) -> Iterable[ActivationPlan]:
     """One row per tensor that could be handed to the backward: kept ones and those it reads."""
-    first_use: dict[int, int] = {}
-    for rank, reader in enumerate(backward):
-        for source in graph.nodes[reader].inputs:
-            first_use.setdefault(source, rank)
+    rank_of = {node: rank for rank, node in enumerate(backward)}
+    first_use = {
+        node: min((rank_of[r] for r in readers if r in rank_of), default=-1)
+        for node, readers in enumerate(readers_of(graph))
+    }
     saved = set(variant.saved)
     again = set(variant.recomputed)
     for number, node in enumerate(graph.nodes):
         activation = node.role in ("forward", "input") and node.can_save
-        if not activation or not (number in saved or number in again):
+        wanted = number in saved or (number in again and first_use[number] >= 0)
+        if not activation or not wanted:
             continue
         seconds, sources = recompute_cost(graph, number, saved)
         yield ActivationPlan(
@@ -47,9 +49,21 @@ def _activations(
             bytes=node.bytes,
             recompute_s=seconds,
             creation_rank=forward.get(number, -1),
-            first_backward_rank=first_use.get(number, -1),
+            first_backward_rank=first_use[number],
             reason=_reason(graph, number, number in saved, seconds, sources),
         )
+
+
+def readers_of(graph: JointGraph) -> list[set[int]]:
+    """For each node those that read it, themselves or through a view of it."""
+    readers: list[set[int]] = [set() for _ in graph.nodes]
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[number]
+        for source in node.inputs:
+            readers[source].add(number)
+            if set(node.storages) & set(graph.nodes[source].storages):
+                readers[source] |= readers[number]
+    return readers
 
 
 def recompute_cost(graph: JointGraph, number: int, saved: set[int]) -> tuple[float, list[int]]:
@@ -67,9 +81,7 @@ def recompute_cost(graph: JointGraph, number: int, saved: set[int]) -> tuple[flo
     return seconds, sorted(sources)
 
 
-def _reason(
-    graph: JointGraph, number: int, kept: bool, seconds: float, sources: list[int]
-) -> str:
+def _reason(graph: JointGraph, number: int, kept: bool, seconds: float, sources: list[int]) -> str:
     node = graph.nodes[number]
     if node.role == "input":
         return "kept: the segment's input, to recompute from"

@@ -11,9 +11,9 @@ from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import Profile
 from memfit.planning import optimal
-from memfit.planning.reserved import reserved_bytes
 from memfit.planning.acts import Act
 from memfit.planning.refusal import nothing_fits, strategy_fails
+from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import (
     STRATEGIES,
@@ -107,9 +107,9 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
     return _plan(simulator, goal, budget, choice, minimum_bytes, time.perf_counter() - started)
 
 
-def minimum_feasible(profile: Profile) -> tuple[int, tuple[Act, ...]]:
+def minimum_feasible(profile: Profile, min_tensor_bytes: int = 0) -> tuple[int, tuple[Act, ...]]:
     """The smallest budget that any plan holds, and its acts."""
-    simulator = simulator_of(profile)
+    simulator = simulator_of(profile, min_tensor_bytes)
     smallest = _smallest(simulator)
     return held_bytes(simulator, smallest.acts, smallest.trim), smallest.acts
 

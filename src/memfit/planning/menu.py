@@ -129,7 +129,7 @@ class _Program:
             self.bytes[column] = size
         for node, column in self.run.items():
             self.bytes[column] = choices.state_bytes(node)
-            self.seconds[column] = choices.graph.nodes[node].seconds
+            self.seconds[column] = choices.graph.again_seconds[node]
         # What is run again follows from what is saved, and nothing of no bytes is half saved.
         self.integral = np.zeros(self.columns)
         self.integral[[c for n, c in self.save.items() if choices.bytes_of(n)]] = 1

@@ -67,7 +67,7 @@ class Choices:
             i for i in self.nodes if self.can_save[i] and nodes[i].bytes < min_tensor_bytes
         }
         self.forced = self._walk(set(self.nodes))[1]
-        self.forced_seconds = sum(nodes[i].seconds for i in sorted(self.forced))
+        self.forced_seconds = sum(graph.again_seconds[i] for i in sorted(self.forced))
 
     def can_have(self, node: int) -> bool:
         """Whether the backward can get at the node at all."""
@@ -99,7 +99,7 @@ class Choices:
         return Point(
             frozenset(used),
             held + sum(self.state_bytes(n) for n in again),
-            sum(self.graph.nodes[n].seconds for n in sorted(again)),
+            sum(self.graph.again_seconds[n] for n in sorted(again)),
         )
 
     def _walk(self, wanted: set[int]) -> tuple[set[int], set[int]]:
@@ -235,7 +235,7 @@ class _Network:
         if run != there:
             self.edges.append((run, there, 0.0, choices.bytes_of(node)))
         if node not in choices.forced:
-            seconds = choices.graph.nodes[node].seconds
+            seconds = choices.graph.again_seconds[node]
             self.edges.append((0, run, seconds, choices.state_bytes(node)))
         # A node may be read twice by the same operator; scipy would add the two edges up.
         for source in dict.fromkeys(choices.sources[node]):

@@ -20,8 +20,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from memfit.planning.acts import Act, Pick, calls_of, covered
 from memfit.planning.rows import Holders, MemoryRows, Row
-from memfit.planning.acts import Act, Pick, Run, calls_of, covered
 from memfit.planning.simulate import Simulator
 
 # A lower peak at equal time is better: the whole budget weighs as much as this share of the time.

@@ -17,7 +17,7 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     """The variant that hands `saved` from forward to backward, with its memory and its seconds."""
     kept = frozenset(n for n in saved if graph.nodes[n].role != "parameter")
     again = graph.recomputed(kept)
-    forward_order, backward_order = graph.forward_order(), graph.backward_order(kept)
+    forward_order, backward_order = graph.forward_order(kept), graph.backward_order(kept)
     forward = _forward_spans(graph, kept, forward_order)
     backward = _backward_spans(graph, kept, backward_order)
     at_start = sum(span.bytes for span in backward if span.birth < 0)
@@ -27,7 +27,7 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
         recomputed=again,
         held_bytes=storage_bytes(graph, own)
         + sum(graph.nodes[n].state_bytes for n in again if graph.nodes[n].random),
-        seconds=sum(graph.nodes[n].seconds for n in again),
+        seconds=sum(graph.again_seconds[n] for n in again),
         forward_peak_bytes=_peak_bytes(forward, len(forward_order)),
         backward_peak_bytes=max(0, _peak_bytes(backward, len(backward_order)) - at_start),
         forward=forward,

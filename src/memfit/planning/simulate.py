@@ -46,7 +46,7 @@ def _menu(
     unplanned = seen.get(first) or variant_of(graph, first)
     offered = menu_of(graph, min_tensor_bytes=min_tensor_bytes, extra=known.variants)
     others = [v for v in offered if tuple(sorted(v.saved)) != first]
-    base_s = sum(graph.nodes[n].seconds for n in unplanned.recomputed)
+    base_s = sum(graph.again_seconds[n] for n in unplanned.recomputed)
     rows = [(unplanned, 0.0)]
     for variant in others:  # a measured one says what it adds; the others are reckoned
         reckoned_s = (variant.seconds - base_s) * known.factor

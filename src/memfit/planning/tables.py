@@ -23,7 +23,7 @@ from memfit.ir.plan import KEEP
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Ints
-from memfit.planning.decisions import block_activations, recompute_cost
+from memfit.planning.decisions import block_activations, readers_of, recompute_cost
 from memfit.planning.passes import variant_of
 from memfit.planning.simulate import Simulator
 
@@ -326,7 +326,7 @@ def _graph_activations(graph: JointGraph) -> tuple[_Activation, ...]:
     forward_rank = {n: rank for rank, n in enumerate(graph.forward_order())}
     operators = (n for n, node in enumerate(nodes) if node.role == "backward")
     backward_rank = {n: rank for rank, n in enumerate(operators)}
-    readers = _readers(graph)
+    readers = readers_of(graph)
     once = {n for n, node in enumerate(nodes) if node.role == "forward" and not node.can_recompute}
     unplanned = set(graph.unplanned)
     found = []
@@ -355,18 +355,6 @@ def _graph_activations(graph: JointGraph) -> tuple[_Activation, ...]:
             )
         )
     return tuple(found)
-
-
-def _readers(graph: JointGraph) -> list[set[int]]:
-    """Per node, the operators that read it or a view of it."""
-    readers: list[set[int]] = [set() for _ in graph.nodes]
-    for number in reversed(range(len(graph.nodes))):  # views come after what they show
-        shown = set(graph.nodes[number].storages)
-        for source in graph.nodes[number].inputs:
-            readers[source].add(number)
-            if shown.intersection(graph.nodes[source].storages):
-                readers[source] |= readers[number]
-    return readers
 
 
 def _making_again(

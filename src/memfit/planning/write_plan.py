@@ -37,7 +37,8 @@ class _Writer:
         whole_s = self.simulator.profile.call_times[call.index].recompute_s
         number = self._variant(call, act)
         if isinstance(act, Pick):
-            decision, seconds = PARTIAL, self.simulator.seconds_of(act)
+            decision = PARTIAL
+            seconds = self.simulator.menus[call.graph][act.variant][1]
             freed = max(saved - self.simulator.variant(act).held_bytes, 0)
             reason = f"frees {format_bytes(freed)} for {format_seconds(seconds)} inside"
         elif act is not None:

@@ -52,7 +52,8 @@ def summary_line(result: Result, next_command: str) -> Text:
 
 def numbers_agree(numerics: Numerics) -> bool:
     """Whether the plan left the numbers as the executor promises, or none could be compared."""
-    return numerics.agree or not repeats_itself(numerics)
+    kept = numerics.bitwise_vs_unplanned or numerics.agree
+    return kept or not repeats_itself(numerics)
 
 
 def repeats_itself(numerics: Numerics) -> bool:

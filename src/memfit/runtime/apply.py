@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 import torch
 
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
-from memfit.runtime.calls import Route, Router, named_modules
+from memfit.runtime.calls import Route, Router, Wrap, named_modules
+from memfit.runtime.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature
@@ -33,17 +35,12 @@ class Applied:
     def install(self) -> Applied:
         """Start executing the plan."""
         assert self._stack is None, "the plan is at work already"
-        modules = named_modules(self.model, [s.module for s in self.plan.segments])
-        segments = self.plan.segments
-        engine = Recompute(
-            self.plan.runs,
-            {i: modules[s.module] for i, s in enumerate(segments)},
-            {i: s.mutated_buffers for i, s in enumerate(segments) if s.mutated_buffers},
-            trim=self.plan.trim and next(self.model.parameters()).is_cuda,
-        )
+        code = plan_code(self.plan)
+        engine = plan_engine(self.plan, self.model)
         with ExitStack() as stack:
             stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
-            self.router = Router(self.model, Route(self.plan.route, self.plan.model_calls), engine)
+            route = Route(self.plan.route, self.plan.model_calls)
+            self.router = Router(self.model, route, engine, code)
             stack.callback(self.router.uninstall)
             self.router.install()
             self._stack = stack.pop_all()
@@ -65,6 +62,31 @@ class Applied:
         trace: TracebackType | None,
     ) -> None:
         self.undo()
+
+
+def plan_engine(plan: Plan, model: torch.nn.Module) -> Recompute:
+    """The engine that recomputes the plan's runs."""
+    modules = named_modules(model, [s.module for s in plan.segments])
+    segments = plan.segments
+    return Recompute(
+        plan.runs,
+        {i: modules[s.module] for i, s in enumerate(segments)},
+        {i: s.mutated_buffers for i, s in enumerate(segments) if s.mutated_buffers},
+        trim=plan.trim and next(model.parameters()).is_cuda,
+        compiled={i for i, s in enumerate(segments) if s.variant is not None},
+    )
+
+
+def plan_code(plan: Plan) -> dict[int, Wrap]:
+    """What runs in the place of each captured call's forward."""
+    code: dict[int, Wrap] = {}
+    for index, segment in enumerate(plan.segments):
+        if segment.variant is not None:
+            variant = plan.variants[segment.variant]
+            saved = None if variant.unplanned else variant.saved
+            compiled = compiled_segments(plan.executor)
+            code[index] = partial(compiled.bind, key=variant.graph, saved=saved)
+    return code
 
 
 def check_plan(plan: Plan, model: torch.nn.Module) -> None:

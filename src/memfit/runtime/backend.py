@@ -21,6 +21,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo import exc as dynamo_errors
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph import _BoxedCodeGen
@@ -212,6 +213,7 @@ def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilat
     """Compile into the traced operators themselves."""
 
     def compile_forward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        _allow_retaining()
         return compilation.forward(_input_names(half), _boxed(half))
 
     def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -221,6 +223,13 @@ def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilat
         fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=compilation.cut
     )
     return backend(module, inputs)
+
+
+def _allow_retaining() -> None:
+    """Say that the graph being compiled overwrites no saved tensor: torch takes no word for yes."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Compilation) -> Any:

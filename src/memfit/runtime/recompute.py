@@ -97,7 +97,7 @@ class Recompute:
         compiled: Container[int] = (),
     ) -> None:
         self._trim = trim
-        self._compiled = compiled  # calls that run compiled code: nothing it was made for may change
+        self._compiled = compiled  # calls whose code was made for the module as it stands
         self._run_of = {i: run for run in runs for i in range(run[0], run[1] + 1)}
         self._modules = modules
         self._norms = {i: statistics_norms(modules[i]) for i in self._run_of}

@@ -18,7 +18,6 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.random_state import RandomState
 from memfit.workload import Workload
 
-
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
 RANDOM_TOLERANCE = 5e-2
 ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing

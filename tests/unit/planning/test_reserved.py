@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from memfit.errors import InfeasibleError
 from memfit.ir.profile import AllocatorStart, Placed, Profile
 from memfit.ir.step_graph import Block, StepGraph
+from memfit.planning.acts import Run
 from memfit.planning.make_plan import Goal, held_bytes, make_plan
 from memfit.planning.reserved import (
     LARGE_PAGE,
@@ -24,7 +25,6 @@ from memfit.planning.reserved import (
     allocation_sequence,
     reserved_bytes,
 )
-from memfit.planning.acts import Run
 from memfit.planning.simulate import Simulator
 
 Chain = Callable[..., Profile]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import CATEGORIES
-from memfit.planning.rows import MemoryRows, Row
 from memfit.planning.acts import Run
+from memfit.planning.rows import MemoryRows, Row
 from memfit.planning.simulate import Simulator
 
 Profiles = Callable[..., st.SearchStrategy[Profile]]

@@ -70,7 +70,7 @@ def test_summary_is_one_line(result):
             "NOT identical",
         ),
         (
-            Numerics(False, 0.1, 0.2, {"planned": 0.1, "unplanned": 0.1}),
+            Numerics(False, 0.1, 0.2, {"planned": 0.1, "unplanned": 0.1}, agree=True),
             True,
             "numbers as exact as unplanned",
         ),

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from memfit.capture.captured import Captured
 from memfit.capture.find import find_segments
-from memfit.capture.recording import mutated, route_of, segment_modules
+from memfit.capture.recording import mutated
 from memfit.capture.segments import Segment
 from memfit.measure.step import untouched
 from memfit.runtime.calls import routed
@@ -66,11 +67,11 @@ def recomputing() -> Callable[..., AbstractContextManager[Recompute]]:
             segments, off = find_segments(workload)
         chosen = runs if runs is not None else random_runs(segments, seed or 0)
         assert chosen, "no runs, so nothing is tested"
-        modules = segment_modules(workload.model, segments)
-        engine = Recompute(chosen, modules, mutated(segments))
+        found = Captured(segments)
+        engine = Recompute(chosen, found.modules(workload.model), mutated(found))
         with (
             inplace_off(workload.model, off),
-            routed(workload.model, route_of(segments), engine),
+            routed(workload.model, found.route, engine),
         ):
             yield engine
 

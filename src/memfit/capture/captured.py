@@ -1,0 +1,108 @@
+"""Capture: the joint graph of every segment that has one, found by compiling it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.capture.discover import dropped_saved_tensors
+from memfit.capture.segments import Segment
+from memfit.ir.joint_graph import JointGraph
+from memfit.measure.step import explained_errors
+from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
+from memfit.runtime.compiled import CannotCapture, CompiledSegments, compiled_segments
+from memfit.workload import Workload
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The segment calls of a step and how each runs: by a joint graph, or as its module does."""
+
+    segments: tuple[Segment, ...]
+    compiled: CompiledSegments | None = None
+    keys: Mapping[int, str] = field(default_factory=dict)  # call -> its joint graph
+    # call -> why it has none; single layers have nothing inside to plan
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def route(self) -> Route:
+        """The calls as a router needs them."""
+        calls = [(s.visit.module, s.visit.number, s.visits) for s in self.segments]
+        return Route(calls, self.segments[0].model_calls)
+
+    @property
+    def code(self) -> dict[int, Wrap]:
+        """What runs in the place of each captured call's forward, when nobody decides."""
+        if self.compiled is None:
+            return {}
+        return {i: partial(self.compiled.bind, key=key) for i, key in self.keys.items()}
+
+    @property
+    def graphs(self) -> list[JointGraph]:
+        """The distinct joint graphs, in the order they come up in the step."""
+        if self.compiled is None:
+            return []
+        return [self.compiled.graphs[key] for key in dict.fromkeys(self.keys.values())]
+
+    def modules(self, model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+        """The module of each segment call."""
+        modules = named_modules(model, [s.visit.module for s in self.segments])
+        return {i: modules[s.visit.module] for i, s in enumerate(self.segments)}
+
+    def recomputed_alone(self) -> list[int]:
+        """The calls that are recomputed, each by itself, to record a step in little memory."""
+        found = enumerate(self.segments)
+        return [i for i, s in found if not s.visit.leaf and s.pinned is None]
+
+
+def capture_segments(workload: Workload, segments: tuple[Segment, ...], executor: str) -> Captured:
+    """Compile every segment by itself in one forward that keeps nothing, and time its operators."""
+    if executor == "module":
+        return Captured(segments)
+    engine = _Capture(segments, compiled_segments(executor))
+    found = Captured(segments)
+    with (
+        routed(workload.model, found.route, engine),
+        explained_errors(workload),
+        dropped_saved_tensors(lambda tensor: None),
+        engine.compiled.measuring(),
+    ):
+        workload.compute_loss()
+    return Captured(segments, engine.compiled, engine.keys, engine.reasons)
+
+
+class _Capture:
+    """An engine that compiles each call, or notes why it cannot."""
+
+    replaying = False
+
+    def __init__(self, segments: Sequence[Segment], compiled: CompiledSegments) -> None:
+        self.segments, self.compiled = segments, compiled
+        self.keys: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        segment = self.segments[index]
+        if segment.visit.leaf:  # a single layer: there is nothing inside to plan
+            return forward(*args, **kwargs)
+        if segment.pinned:
+            self.reasons[index] = segment.pinned
+            return forward(*args, **kwargs)
+        try:
+            output = self.compiled(forward, args, kwargs)
+        except CannotCapture as reason:
+            self.reasons[index] = str(reason)
+            return forward(*args, **kwargs)
+        if self.compiled.last_key is None:
+            self.reasons[index] = "it needs no gradient"
+        else:
+            self.keys[index] = self.compiled.last_key
+        return output

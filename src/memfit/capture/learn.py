@@ -1,0 +1,212 @@
+"""Run a plan once to learn how the variants it chose really do, as compiled.
+
+Operators fuse, reuse memory and overlap, so what was reckoned from single operators is corrected:
+memory by recording each chosen variant in a step, seconds by timing the planned step against the
+unplanned one. Limits: one factor corrects the seconds of all variants of all graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from memfit.capture.recording import Marking, watched
+from memfit.ir.joint_graph import JointGraph, Span, Variant
+from memfit.ir.plan import Plan, SegmentPlan
+from memfit.ir.profile import Measurements, Profile
+from memfit.measure.allocations import Event, record
+from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
+from memfit.measure.timing import time_interleaved
+from memfit.runtime.apply import Applied, plan_code, plan_engine
+from memfit.runtime.calls import Route, routed
+from memfit.runtime.compiled import compiled_segments
+from memfit.runtime.inplace import inplace_off
+from memfit.workload import Workload
+
+log = logging.getLogger(__name__)
+# Of the extra seconds that were reckoned: beyond these something else was measured.
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.02, 5.0
+
+
+def learn_variants(workload: Workload, profile: Profile, plan: Plan) -> Profile | None:
+    """The profile with what the plan's variants showed; None when there is nothing new in them."""
+    chosen = _chosen(profile, plan)
+    if not chosen:
+        return None
+    try:
+        with untouched(workload):
+            seen = _recorded(workload, profile, plan, chosen)
+            ratio = _seconds_ratio(workload, profile, plan)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        log.info("the plan's first run went out of memory: its variants were not measured")
+        drop_gradients(workload)
+        return None
+    known = list(profile.known or (Measurements(),) * len(profile.graphs))
+    for (graph, saved), variant in seen.items():
+        before = known[graph]
+        reckoned = max(chosen[graph, saved].recompute_s, 0.0)
+        learned = replace(variant, seconds=reckoned * ratio, measured=True)
+        others = tuple(v for v in before.variants if v.saved != saved)
+        known[graph] = replace(before, variants=(*others, learned))
+    known = [replace(m, factor=m.factor * ratio) for m in known]
+    return replace(profile, known=tuple(known))
+
+
+def _chosen(profile: Profile, plan: Plan) -> dict[tuple[int, tuple[int, ...]], SegmentPlan]:
+    """The variants of the plan that were not measured yet, each with a segment that runs by it."""
+    numbers = {graph.key: i for i, graph in enumerate(profile.graphs)}
+    known = {
+        (i, variant.saved)
+        for i, seen in enumerate(profile.known)
+        for variant in seen.variants
+        if variant.measured
+    }
+    found: dict[tuple[int, tuple[int, ...]], SegmentPlan] = {}
+    for segment in plan.segments:
+        if segment.variant is None or plan.variants[segment.variant].unplanned:
+            continue
+        planned = plan.variants[segment.variant]
+        graph = profile.graphs[numbers[planned.graph]]
+        saved = tuple(sorted(graph.index[name] for name in planned.saved))
+        if (numbers[planned.graph], saved) not in known:
+            found.setdefault((numbers[planned.graph], saved), segment)
+    return found
+
+
+def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
+    """Measured over reckoned seconds that the plan's variants add to the step."""
+    if profile.baseline is None:
+        return 1.0
+    planned, unplanned = Applied(plan, workload.model), Applied(plan.unplanned(), workload.model)
+
+    def step(applied: Applied) -> None:
+        with applied:
+            run_step(workload, accumulate=profile.accumulate)
+
+    works = {"planned": lambda: step(planned), "unplanned": lambda: step(unplanned)}
+    times = time_interleaved(works, workload.device, rounds=5, warmup=2, limit_s=20)
+    measured_s = times["planned"].median_s - times["unplanned"].median_s
+    partial = [s for s in plan.segments if s.decision == "partial"]
+    reckoned_s = profile.accumulate * sum(s.recompute_s for s in partial)
+    whole_s = plan.predicted.step_s - plan.baseline_step_s - reckoned_s
+    if reckoned_s <= 0:
+        return 1.0
+    return min(max((measured_s - max(whole_s, 0.0)) / reckoned_s, SMALLEST_FACTOR), LARGEST_FACTOR)
+
+
+def _recorded(
+    workload: Workload,
+    profile: Profile,
+    plan: Plan,
+    chosen: dict[tuple[int, tuple[int, ...]], SegmentPlan],
+) -> dict[tuple[int, tuple[int, ...]], Variant]:
+    """Each chosen variant with the memory it took in one recorded step."""
+    code = plan_code(plan)
+    engine = Marking(plan_engine(plan, workload.model), code)
+    route = Route(plan.route, plan.model_calls)
+    with ExitStack() as stack:
+        stack.enter_context(inplace_off(workload.model, plan.inplace_off))
+        stack.enter_context(routed(workload.model, route, engine, code))
+        for _ in range(2):  # the first compiles
+            run_step(workload)
+        stack.enter_context(watched(compiled_segments(plan.executor), engine))
+        events = record(lambda: run_step(workload), workload.device)
+    index = {segment.name: i for i, segment in enumerate(plan.segments)}
+    traces = read_traces(events, {index[s.name] for s in chosen.values()})
+    return {
+        (number, saved): traces[index[segment.name]].variant(profile.graphs[number], saved)
+        for (number, saved), segment in chosen.items()
+    }
+
+
+@dataclass
+class Trace:
+    """The allocations of one captured call: (address, bytes), bytes negative when freed."""
+
+    forward: list[tuple[int, int]] = field(default_factory=list)
+    backward: list[tuple[int, int]] = field(default_factory=list)
+    nodes: dict[str, int] = field(default_factory=dict)  # input and output nodes -> address
+
+    def variant(self, graph: JointGraph, saved: tuple[int, ...]) -> Variant:
+        """The variant that keeps `saved`, with its memory as traced."""
+        given = frozenset(saved)
+        outputs = {self.nodes.get(graph.nodes[n].name, -1) for n in graph.outputs}
+        forward, kept = _spans(self.forward, {})
+        held = {a: number for a, number in kept.items() if a not in outputs}
+        backward, _ = _spans(self.backward, {a: forward[n] for a, n in held.items()})
+        at_start = sum(span.bytes for span in backward if span.birth == -1)
+        return Variant(
+            saved=saved,
+            recomputed=graph.recomputed(given),
+            held_bytes=sum(forward[n].bytes for n in held.values()),
+            seconds=0.0,
+            forward_peak_bytes=_peak(forward),
+            backward_peak_bytes=max(_peak(backward) - at_start, 0),
+            forward=tuple(forward),
+            backward=tuple(backward),
+        )
+
+
+def read_traces(events: Sequence[Event], calls: set[int]) -> dict[int, Trace]:
+    """What happened inside the forwards and backwards of these calls."""
+    traces = {call: Trace() for call in calls}
+    forward = backward = None
+    for event in events:
+        if event.kind == "mark":
+            word, *rest = event.label.split()
+            if word == "enter":
+                forward = int(rest[0])
+            elif word == "exit":
+                forward = None
+            elif word == "backward_begin":
+                backward = int(rest[0])
+            elif word == "backward_end":
+                backward = None
+            elif word == "node" and int(rest[0]) in traces:
+                traces[int(rest[0])].nodes[rest[2]] = int(rest[1])
+            continue
+        change = (event.address, event.bytes if event.kind == "alloc" else -event.bytes)
+        if forward in traces:
+            traces[forward].forward.append(change)
+        elif backward in traces:
+            traces[backward].backward.append(change)
+    return traces
+
+
+def _spans(
+    changes: Sequence[tuple[int, int]], there: dict[int, Span]
+) -> tuple[list[Span], dict[int, int]]:
+    """Spans of a pass, and by address the numbers of those alive when it ends.
+
+    `there` are those alive when it begins; other memory freed in the pass (a tangent) was, too.
+    """
+    spans = [Span(span.storage, span.bytes, -1, -1) for span in there.values()]
+    alive = dict(zip(there, range(len(spans)), strict=True))
+    for time, (address, size) in enumerate(changes):
+        if size > 0:
+            alive[address] = len(spans)
+            spans.append(Span(len(spans), size, time, -1))
+        elif address in alive:
+            number = alive.pop(address)
+            spans[number] = replace(spans[number], death=time)
+        else:
+            spans.append(Span(-1, -size, -1, time))
+    return spans, alive
+
+
+def _peak(spans: Sequence[Span]) -> int:
+    """The most bytes alive at once."""
+    length = max((max(s.birth, s.death) for s in spans), default=0) + 2
+    change = [0] * (length + 1)
+    for span in spans:
+        change[max(span.birth, 0)] += span.bytes
+        change[span.death if span.death >= 0 else length] -= span.bytes
+    highest = live = 0
+    for step in change:
+        live += step
+        highest = max(highest, live)
+    return highest
