@@ -54,7 +54,9 @@ def structure_of(key: str) -> str:
 def is_random(node: fx.Node) -> bool:
     """Whether the operator draws from a random generator."""
     tags = getattr(node.target, "tags", ())
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
+        return False
+    return _argument(node, "dropout_p") != 0.0  # attention is tagged whether it drops or not
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -260,6 +262,16 @@ def _check(node: fx.Node) -> None:
             raise NotAGraph(f"{node.name} is a {value.layout} tensor ({_source(node)})")
         if any(isinstance(size, torch.SymInt) for size in value.shape):
             raise NotAGraph(f"{node.name} has a size that depends on data ({_source(node)})")
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """The value an operator is called with, or its default; None when it has no such argument."""
+    schema = getattr(node.target, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None
 
 
 def _declared_alias(node: fx.Node) -> fx.Node | None:

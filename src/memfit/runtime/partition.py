@@ -81,6 +81,8 @@ def split(traced: Traced, graph: JointGraph, saved: Sequence[str]) -> Pair:
     numbers = frozenset(graph.index[name] for name in saved)
     order = [graph.nodes[i].name for i in graph.backward_order(numbers)]
     again = {graph.nodes[i].name for i in graph.recomputed(numbers)}
+    once = [name for name in again if not graph.nodes[graph.index[name]].can_recompute]
+    assert not once, f"{once[0]} must not run again, and is not saved"
     handed = _handed_over(graph, order)
     forward, backward = _extract(traced, handed)
     _erase_backward(forward, graph)

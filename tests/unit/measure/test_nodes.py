@@ -1,0 +1,92 @@
+"""Costs of single operators: seconds, workspace, and what fusing makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from memfit.measure.allocations import Event
+from memfit.measure.nodes import FUSION_FACTOR, _workspace, is_elementwise, measure_nodes
+
+aten = torch.ops.aten
+
+
+def _half(
+    operators: Sequence[tuple[str, object, tuple[int, ...]]], names: Sequence[str]
+) -> fx.GraphModule:
+    """A graph of operators on placeholders; numbers point to what came before."""
+    graph = fx.Graph()
+    made = [graph.placeholder(name) for name in names]
+    for node in made:
+        node.meta["val"] = torch.empty(64, 64, device="meta")
+    for name, target, sources in operators:
+        node = graph.create_node(
+            "call_function", target, tuple(made[i] for i in sources), name=name
+        )
+        node.meta["val"] = torch.empty(64, 64, device="meta")
+        made.append(node)
+    graph.output((made[-1], made[0]))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _measured(fused: bool) -> tuple[dict[str, float], dict[str, int]]:
+    forward = _half([("mm", aten.mm.default, (0, 0)), ("sin", aten.sin.default, (1,))], ["x"])
+    backward = _half([("mul", aten.mul.Tensor, (0, 1))], ["x", "y"])
+    costs = measure_nodes(forward, backward, [torch.randn(64, 64)], num_outputs=0, fused=fused)
+    return (
+        {name: cost.seconds for name, cost in costs.items()},
+        {name: cost.workspace_bytes for name, cost in costs.items()},
+    )
+
+
+def test_every_operator_of_both_graphs_is_timed() -> None:
+    seconds, workspace = _measured(fused=False)
+    assert seconds.keys() == {"mm", "sin", "mul"}
+    assert all(s > 0 for s in seconds.values())
+    assert workspace == {"mm": 0, "sin": 0, "mul": 0}
+
+
+def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> None:
+    seconds, _ = _measured(fused=True)
+    size = 64 * 64 * 4
+    assert seconds["mul"] * 2 == seconds["sin"] * 3  # bytes read and written: 3 against 2
+    assert 0 < seconds["sin"] < FUSION_FACTOR * 2 * size / 1e8
+    assert seconds["mm"] > 0
+
+
+def test_elementwise_means_pointwise_view_or_cast() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def elementwise(target: object) -> bool:
+        return is_elementwise(graph.create_node("call_function", target, (x,)))
+
+    assert all(map(elementwise, (aten.tanh.default, aten.view.default, aten._to_copy.default)))
+    assert not any(map(elementwise, (aten.mm.default, aten.sum.default, aten.var_mean.correction)))
+    assert not is_elementwise(x)
+
+
+def test_workspace_is_what_an_operator_held_beyond_its_result() -> None:
+    events = [
+        Event("alloc", 9, 1000, ""),
+        Event("mark", 0, 0, "begin a"),
+        Event("alloc", 1, 100, ""),
+        Event("alloc", 2, 30, ""),
+        Event("free", 2, 30, ""),
+        Event("mark", 0, 0, "end"),
+        Event("free", 9, 1000, ""),
+        Event("mark", 0, 0, "begin b"),
+        Event("alloc", 3, 50, ""),
+        Event("mark", 0, 0, "end"),
+    ]
+    assert _workspace(events) == {"a": 30, "b": 0}
+
+
+def test_operators_that_write_get_copies_and_inputs_stay_as_they_are() -> None:
+    forward = _half([("add_", aten.add_.Tensor, (0, 0))], ["x"])
+    backward = _half([("mul", aten.mul.Tensor, (0, 0))], ["x", "y"])
+    x = torch.ones(64, 64)
+    measure_nodes(forward, backward, [x], num_outputs=0, fused=False)
+    assert torch.equal(x, torch.ones(64, 64))
