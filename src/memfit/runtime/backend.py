@@ -86,7 +86,10 @@ class Program:
             try:
                 return self._run(module, args, kwargs)
             except (dynamo_errors.TorchDynamoException, _LIMIT_ERROR) as error:
-                raise _explained(error, self.kind) from error
+                inner = _innermost(error)
+                if isinstance(inner, MemfitError | torch.OutOfMemoryError):
+                    raise inner from None  # raised by us, or not by compiling: wrapped for nothing
+                raise _cannot_capture(self.kind, error, inner) from error
 
     def close(self) -> None:
         """Make dynamo forget the function and the backend."""
@@ -295,11 +298,8 @@ def _known(settings: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if hasattr(config, name)}
 
 
-def _explained(error: BaseException, kind: str) -> Exception:
-    """The error to raise for one of dynamo's: ours if it is one, else CannotCapture."""
-    inner = _innermost(error)
-    if isinstance(inner, MemfitError | torch.OutOfMemoryError):
-        return inner
+def _cannot_capture(kind: str, error: BaseException, inner: BaseException) -> CannotCapture:
+    """Dynamo's error in one line, with the line of the user's code it points to."""
     text = textwrap.shorten(_text(inner), _TEXT_CHARACTERS, placeholder=" ...")
     return CannotCapture(f"{kind}: {text}{_place(inner) or _place(error)}")
 

@@ -38,6 +38,13 @@ class CannotCapture(MemfitError):
         self.reason = reason
 
 
+class OtherGraph(PlanFileError):
+    """A segment that runs other operators than those it was planned for.
+
+    Besides another model this can be another shape: torch copies less when a size is 1.
+    """
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a segment keeps: a set of names of one graph structure, or what is kept unplanned.
@@ -50,10 +57,10 @@ class Choice:
     saved: tuple[str, ...] | None = None
 
     def check(self, key: str, kind: str) -> None:
-        """PlanFileError when a segment has another graph than it was planned for."""
+        """OtherGraph when a segment has another graph than it was planned for."""
         found = structure_of(key)
         if self.structure not in (None, found):
-            raise PlanFileError(
+            raise OtherGraph(
                 f"{kind} no longer runs the operators it was planned for "
                 f"(graph {found}, planned {self.structure})",
                 hint="the model, its mode or its inputs changed: make a new plan",
@@ -110,7 +117,7 @@ class CompiledSegments:
         """Compiled code to run in the place of a module's `forward`.
 
         With `saved`, it keeps exactly those nodes of the graph `key`; a graph of the same
-        structure and other sizes will do. PlanFileError when the segment runs another one.
+        structure and other sizes will do. OtherGraph when the segment runs another one.
         """
         assert saved is None or key is not None, "names belong to a graph"
         names = None if saved is None else tuple(sorted(set(saved)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from memfit.errors import PlanFileError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.allocations import mark, record
-from memfit.runtime.compiled import CannotCapture, CompiledSegments, compiled_segments
-
-torch.set_num_threads(1)  # the models are too small to be shared between cores
+from memfit.runtime.compiled import (
+    CannotCapture,
+    CompiledSegments,
+    OtherGraph,
+    compiled_segments,
+)
 
 Chooser = Callable[[JointGraph], Sequence[int] | None]
 
@@ -243,6 +247,24 @@ def test_every_choice_gives_the_numbers_of_eager_code(
         assert_same(planned_step(case.twin(), segments, choose), expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["dropout", "batch norm"])
+def test_any_set_gives_the_numbers_of_eager_code(
+    name: str, seed: int, segments: CompiledSegments
+) -> None:
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    eager = case.twin()
+    step(eager)
+    chooser = random.Random(seed)
+
+    def choose(graph: JointGraph) -> list[int]:
+        kept = [i for i, n in enumerate(graph.nodes) if n.can_save and chooser.random() < 0.3]
+        return sorted({*only_inputs(graph), *kept})
+
+    assert_same(planned_step(case.twin(), segments, choose), step(eager))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_under_autocast_every_choice_gives_the_unplanned_numbers(
     name: str, segments: CompiledSegments
@@ -328,6 +350,15 @@ def test_a_smaller_batch_runs_by_the_plan_of_a_larger_one(segments: CompiledSegm
     assert segments.last_key not in (None, key)
     block(again).sum().backward()
     assert_same(small.grad, again.grad)
+
+
+def test_a_batch_of_one_may_be_another_graph(segments: CompiledSegments) -> None:
+    """torch copies less when a size is 1: the caller must know, not get another plan."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+    segments(layer.forward, (_input(2, 6, 16),), {})
+    key = str(segments.last_key)
+    with pytest.raises(OtherGraph):
+        segments(layer.forward, (_input(1, 6, 16),), {}, key=key)
 
 
 def test_a_plan_for_other_operators_is_refused(segments: CompiledSegments) -> None:

@@ -14,8 +14,6 @@ from memfit.ir.joint_graph import JointGraph, Node
 from memfit.runtime.compiled import CompiledSegments
 from memfit.runtime.joint import is_random, read_by_backward, structure_of
 
-torch.set_num_threads(1)
-
 
 def graph_of(module: nn.Module, *args: Any, executor: str = "graph") -> JointGraph:
     """The joint graph of a module's forward."""

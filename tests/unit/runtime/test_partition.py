@@ -15,8 +15,6 @@ from memfit.runtime import partition
 from memfit.runtime.compiled import CompiledSegments
 from memfit.runtime.joint import Traced
 
-torch.set_num_threads(1)
-
 
 class Block(nn.Module):
     """Norm, two layers, dropout."""
