@@ -15,19 +15,18 @@ from memfit.workload import Workload, unwrap
 
 
 def find_segments(
-    workload: Workload, patterns: Sequence[str] | None = None, *, split: bool = True
+    workload: Workload, patterns: Sequence[str] | None = None
 ) -> tuple[tuple[Segment, ...], tuple[str, ...]]:
     """Return the segment calls, and the modules whose `inplace` must be off to recompute them.
 
     A segment that begins by changing its own input in place cannot be repeated from that input.
     Where a module with `inplace=True` does it, switching that off makes the segment safe, unless
     somebody reads the changed input: then the loss is another, and the segment stays as it is.
-    Single layers are left alone: inside a run they are safe as they are. `split` as for
-    `choose_segments`.
+    Single layers are left alone: inside a run they are safe as they are.
     """
     random = RandomState.of([workload.device])
     found = discover(workload)
-    segments = choose_segments(found, patterns, split=split)
+    segments = choose_segments(found, patterns)
     if not segments:
         raise ModelError(
             "the step calls no module of the model, so there is nothing to plan",
@@ -46,7 +45,7 @@ def find_segments(
         changed = discover(workload)
     if not torch.allclose(changed.loss, found.loss, rtol=1e-6, atol=0, equal_nan=True):
         return segments, ()
-    safe = choose_segments(changed, patterns, split=split)
+    safe = choose_segments(changed, patterns)
     freed = pinned - {s.visit.module for s in safe if s.pinned}
     kept = tuple(n for n in names if any(n == o or n.startswith(o + ".") for o in freed))
     return (safe, kept) if kept else (segments, ())

@@ -36,8 +36,11 @@ def profile_workload(
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards."""
     say = progress or (lambda text: None)
     with untouched(workload):
-        captured, inplace = _capture(workload, segments, executor, say)
+        say("finding segments")
+        found, inplace = find_segments(workload, segments)
         with inplace_off(workload.model, inplace):
+            say("capturing segments")
+            captured = capture_segments(workload, found, executor)
             say("warming up")
             _warm_up(workload, captured)
             settle_optimizer_state(workload.optimizer, workload.device)
@@ -75,25 +78,6 @@ def profile_workload(
         accumulate=accumulate,
         notes=tuple(notes),
     )
-
-
-def _capture(
-    workload: Workload, patterns: Sequence[str] | None, executor: str, say: Progress
-) -> tuple[Captured, tuple[str, ...]]:
-    """The segments with their joint graphs, and the modules that must not work in place.
-
-    Segments stay whole when a plan can decide inside them; where one cannot be captured, all are
-    found again as they would be for plans that take or leave a segment whole.
-    """
-    for split in (False, True) if executor != "module" else (True,):
-        say("finding segments")
-        found, inplace = find_segments(workload, patterns, split=split)
-        say("capturing segments")
-        with inplace_off(workload.model, inplace):
-            captured = capture_segments(workload, found, executor)
-        if not captured.reasons:
-            break
-    return captured, inplace
 
 
 def _warm_up(workload: Workload, captured: Captured) -> None:

@@ -30,14 +30,10 @@ class Segment:
 
 
 def choose_segments(
-    discovery: Discovery, patterns: Sequence[str] | None = None, *, split: bool = True
+    discovery: Discovery, patterns: Sequence[str] | None = None
 ) -> tuple[Segment, ...]:
-    """Return the step's segment calls in calling order.
-
-    Without `split` large blocks stay whole: a plan that decides inside them has choice enough.
-    What is itself made of repeated blocks is split all the same.
-    """
-    chosen = _by_name(discovery, patterns) if patterns else _by_shape(discovery, split)
+    """Return the step's segment calls in calling order."""
+    chosen = _by_name(discovery, patterns) if patterns else _by_shape(discovery)
     model_calls = max(discovery.visits_of.get("", 1), 1)
     segments = []
     before: Visit | None = None
@@ -56,7 +52,7 @@ def choose_segments(
     return tuple(segments)
 
 
-def _by_shape(discovery: Discovery, split: bool) -> list[Visit]:
+def _by_shape(discovery: Discovery) -> list[Visit]:
     chosen = _descend(discovery.root)
     if not chosen:
         return []
@@ -65,11 +61,7 @@ def _by_shape(discovery: Discovery, split: bool) -> list[Visit]:
         largest = max(chosen, key=lambda v: v.saved_bytes)
         if largest.saved_bytes <= LARGE_SHARE * total:
             return chosen
-        splittable = [
-            v
-            for v in chosen
-            if v.saved_bytes > LARGE_SHARE * total and _splits(v) and (split or _holds_repeats(v))
-        ]
+        splittable = [v for v in chosen if v.saved_bytes > LARGE_SHARE * total and _splits(v)]
         if not splittable:
             return chosen
         for visit in splittable:

@@ -9,6 +9,7 @@ and every act adds what it holds, makes anew or needs for a moment.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -42,15 +43,22 @@ def _menu(
 ) -> tuple[tuple[Variant, float], ...]:
     """The variants of a graph with their seconds; first the one that runs when nobody decides."""
     first = tuple(sorted(graph.unplanned))
-    seen = {tuple(sorted(v.saved)): v for v in known.variants}
-    unplanned = seen.get(first) or variant_of(graph, first)
-    offered = menu_of(graph, min_tensor_bytes=min_tensor_bytes, extra=known.variants)
-    others = [v for v in offered if tuple(sorted(v.saved)) != first]
+    measured = {v.saved: v for v in known.variants}
+    unplanned = measured.get(first) or variant_of(graph, first)
     base_s = sum(graph.again_seconds[n] for n in unplanned.recomputed)
+    # A measured variant says what it adds; to compete with reckoned ones it is put on their scale.
+    rivals = [replace(v, seconds=v.seconds / known.factor + base_s) for v in known.variants]
+    offered = menu_of(
+        graph,
+        min_tensor_bytes=min_tensor_bytes,
+        extra=(*rivals, replace(unplanned, seconds=base_s)),
+    )
     rows = [(unplanned, 0.0)]
-    for variant in others:  # a measured one says what it adds; the others are reckoned
-        reckoned_s = (variant.seconds - base_s) * known.factor
-        rows.append((variant, max(variant.seconds if variant.measured else reckoned_s, 0.0)))
+    for variant in offered:
+        if variant.saved in measured:
+            rows.append((measured[variant.saved], measured[variant.saved].seconds))
+        elif variant.saved != first:
+            rows.append((variant, max((variant.seconds - base_s) * known.factor, 0.0)))
     return tuple(rows)
 
 

@@ -275,13 +275,15 @@ def _graph_operators(graph: JointGraph) -> tuple[_Operator, ...]:
     variant = variant_of(graph, kept)
     activations = {tensor.name for tensor in _graph_activations(graph)}
     found: list[_Operator] = []
-    for role, order, spans in (
-        ("forward", graph.forward_order(), variant.forward),
-        ("backward", graph.backward_order(kept), variant.backward),
+    for role, rows, order, spans in (
+        ("forward", graph.forward_order(), graph.forward_order(kept), variant.forward),
+        ("backward", order_back := graph.backward_order(kept), order_back, variant.backward),
     ):
-        alive = _alive_bytes(spans, len(order))
-        for number, active in zip(order, alive, strict=True):
+        alive = dict(zip(order, _alive_bytes(spans, len(order)), strict=True))
+        active = 0
+        for number in rows:
             node = graph.nodes[number]
+            active = alive.get(number, active)  # one that only serves the backward runs there
             if node.role != role:
                 continue  # a forward operator run again has its row already
             kind = "activation" if node.name in activations else _node_type(graph, number)

@@ -46,9 +46,9 @@ _DYNAMO_SETTINGS = {
 _AOT_SETTINGS = {
     "force_non_lazy_backward_lowering": True,  # so that errors come at the forward
     "enable_autograd_cache": False,  # a pair from the cache comes without its joint graph
+    "graphsafe_rng_functionalization": False,  # draws other numbers than unplanned code would
 }
 _GRAPH_SETTINGS = _AOT_SETTINGS | {
-    "graphsafe_rng_functionalization": False,  # draws other numbers than eager code would
     "donated_buffer": False,  # nothing is overwritten, so a graph may be retained
 }
 _LIMIT_ERROR: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", NotAGraph)
