@@ -9,7 +9,7 @@ import pytest
 
 from memfit.ir.codec import from_data
 from memfit.ir.profile import Profile
-from memfit.planning.tables import ACTIVATION_COLUMNS, NODE_COLUMNS
+from memfit.planning.segment.tables import ACTIVATION_COLUMNS, NODE_COLUMNS
 
 
 def test_profile_prints_segments_static_bytes_and_the_peak(memfit, tiny):

@@ -104,7 +104,7 @@ def profile(
 
 def _write_tables(profile: Profile, folder: Path) -> None:
     """Write the operators and the activations of the step, each as CSV and as JSON."""
-    from memfit.planning.tables import (
+    from memfit.planning.segment.tables import (
         ACTIVATION_COLUMNS,
         NODE_COLUMNS,
         activation_rows,

@@ -9,20 +9,19 @@ for the full one. Limits: runs are at most `longest_run` calls long, and times o
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
 from memfit.planning.acts import Act, Pick, calls_of, covered
 from memfit.planning.rows import Holders, MemoryRows, Row
 from memfit.planning.simulate import Simulator
+from memfit.planning.solver import solve_milp
 
 # A lower peak at equal time is better: the whole budget weighs as much as this share of the time.
 PEAK_WEIGHT = 1e-3
@@ -56,22 +55,6 @@ def smallest(simulator: Simulator, *, time_limit_s: float = 5.0) -> Solution:
     solution = _program(simulator).solve(None, time_limit_s)
     assert solution is not None, "without a budget every plan is feasible"
     return solution
-
-
-@contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    """Send what the solver's own code prints (rarely, past its log settings) to stderr."""
-    try:
-        stdout = os.dup(1)
-    except OSError:  # no stdout, nothing to protect
-        yield
-        return
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def _gap(acts: int) -> float:
@@ -207,14 +190,13 @@ class _Program:
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
         integral[:counts] = 1
-        with _output_to_stderr():
-            result = milp(
-                cost,
-                integrality=integral,
-                bounds=Bounds(np.zeros(columns), high),
-                constraints=LinearConstraint(matrix, -np.inf, upper),
-                options={"time_limit": time_limit_s, "mip_rel_gap": _gap(acts)},
-            )
+        result = solve_milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(np.zeros(columns), high),
+            constraints=LinearConstraint(matrix, -np.inf, upper),
+            options={"time_limit": time_limit_s, "mip_rel_gap": _gap(acts)},
+        )
         if result.x is None:
             return None
         chosen = tuple(act for act, x in zip(self.acts, result.x[:acts], strict=True) if x > 0.5)

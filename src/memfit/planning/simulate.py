@@ -19,7 +19,7 @@ from memfit.ir.profile import Measurements, Profile
 from memfit.ir.step_graph import BLOCK_CATEGORIES, Call, StepGraph
 from memfit.ir.timeline import Point, Timeline
 from memfit.planning.acts import Act, Effect, Ints, Pick, Run, covered
-from memfit.planning.menu import menu_of, variant_of
+from memfit.planning.segment.menu import menu_of, variant_of
 
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
 

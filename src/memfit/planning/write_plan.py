@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, SegmentPlan, VariantPlan
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Act, Pick, calls_of
-from memfit.planning.decisions import block_activations, variant_plan
+from memfit.planning.segment.decisions import block_activations, variant_plan
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import saved_bytes
 from memfit.units import format_bytes, format_seconds
@@ -67,7 +67,7 @@ class _Writer:
             mutated_buffers=call.mutated_buffers,
             activations=()
             if number is not None
-            else block_activations(self.simulator, call, decision, seconds),
+            else block_activations(self.simulator.graph, call, decision, seconds),
         )
 
     def _variant(self, call: Call, act: Act | None) -> int | None:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.plan import KEEP, RECOMPUTE, ActivationPlan, VariantPlan
-from memfit.ir.step_graph import Call
-from memfit.planning.simulate import Simulator
+from memfit.ir.step_graph import Call, StepGraph
 from memfit.units import format_bytes, format_seconds
 
 
@@ -95,11 +94,11 @@ def _reason(graph: JointGraph, number: int, kept: bool, seconds: float, sources:
 
 
 def block_activations(
-    simulator: Simulator, call: Call, decision: str, seconds: float
+    graph: StepGraph, call: Call, decision: str, seconds: float
 ) -> tuple[ActivationPlan, ...]:
     """The saved blocks of a call without a joint graph: all share the call's decision."""
     rows: list[ActivationPlan] = []
-    for block in simulator.graph.blocks:
+    for block in graph.blocks:
         for hold in block.holds:
             if hold.call != call.index or block.call != call.index:
                 continue

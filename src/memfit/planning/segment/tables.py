@@ -23,8 +23,8 @@ from memfit.ir.plan import KEEP
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Ints
-from memfit.planning.decisions import block_activations, readers_of, recompute_cost
-from memfit.planning.passes import variant_of
+from memfit.planning.segment.decisions import block_activations, readers_of, recompute_cost
+from memfit.planning.segment.passes import variant_of
 from memfit.planning.simulate import Simulator
 
 Row = dict[str, str | int | float]
@@ -244,7 +244,7 @@ class _Step:
         memory = self._most_bytes(self.simulator.call == call.index, call.enter, call.exit)
         used = 0 if call.need >= 0 else -1
         whole = ("inputs",)
-        for block in block_activations(self.simulator, call, KEEP, seconds):
+        for block in block_activations(self.simulator.graph, call, KEEP, seconds):
             yield _Activation(
                 block.name, block.bytes, 0, 0, used, used, seconds, memory, whole, seconds, whole
             )

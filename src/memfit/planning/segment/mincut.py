@@ -20,7 +20,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from memfit.ir.joint_graph import JointGraph
-from memfit.planning.passes import saved_storages, storage_bytes
+from memfit.planning.segment.passes import saved_storages, storage_bytes
 
 # scipy's flows are 32 bits wide and wrap around without a word. Costs are scaled so that a known
 # cut costs at most KNOWN_COST: the least cut is below it and no flow gets near to ENDLESS.

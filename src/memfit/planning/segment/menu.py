@@ -23,12 +23,13 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
 from memfit.ir.joint_graph import JointGraph, Variant
-from memfit.planning.mincut import Choices, Point, hull, undominated
-from memfit.planning.passes import total_bytes, variant_of
+from memfit.planning.segment.mincut import Choices, Point, hull, undominated
+from memfit.planning.segment.passes import total_bytes, variant_of
+from memfit.planning.solver import solve_milp
 
 MAX_VARIANTS = 16
 # A gap between neighbours wider than this share of the first variant's bytes is a hole.
@@ -179,7 +180,7 @@ class _Program:
         needs = csr_array((table[:, 2], places), shape=(len(self.low), self.columns))
         seconds, held = self.seconds / self.seconds.sum(), self.bytes / self.bytes.sum()
         exact = len(self.choices.nodes) <= EXACT_NODES
-        result = milp(
+        result = solve_milp(
             1e4 * (seconds + BYTES_WEIGHT * held),  # the solver's gaps are absolute as well
             integrality=self.integral,
             bounds=Bounds(0, 1),

@@ -12,7 +12,12 @@ import pytest
 from memfit.ir.joint_graph import JointGraph, Node, Storage
 from memfit.ir.profile import CallTime, DeviceFacts, Profile
 from memfit.ir.step_graph import Block, Call, Hold, StepGraph
-from memfit.planning.tables import ACTIVATION_COLUMNS, NODE_COLUMNS, activation_rows, node_rows
+from memfit.planning.segment.tables import (
+    ACTIVATION_COLUMNS,
+    NODE_COLUMNS,
+    activation_rows,
+    node_rows,
+)
 
 X, W, A, B, BT, C, T, GC, GB, GA = range(10)
 
@@ -248,8 +253,8 @@ def test_a_call_that_backward_never_reaches(profile: Profile) -> None:
 
 
 def test_names_and_ranks_agree_with_the_plan(profile: Profile) -> None:
-    from memfit.planning.decisions import variant_plan
-    from memfit.planning.passes import variant_of
+    from memfit.planning.segment.decisions import variant_plan
+    from memfit.planning.segment.passes import variant_of
 
     graph = profile.graphs[0]
     plan = variant_plan(graph, variant_of(graph, graph.unplanned), unplanned=True)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.ir.joint_graph import JointGraph, Node, Span, Storage, Variant
-from memfit.planning.menu import MAX_VARIANTS, frontier, menu_of
-from memfit.planning.mincut import Choices
-from memfit.planning.passes import total_bytes, variant_of
+from memfit.planning.segment.menu import MAX_VARIANTS, frontier, menu_of
+from memfit.planning.segment.mincut import Choices
+from memfit.planning.segment.passes import total_bytes, variant_of
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 SIZES = st.integers(0, 9)

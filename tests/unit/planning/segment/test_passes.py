@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.ir.joint_graph import JointGraph, Node, Span, Storage
-from memfit.planning.passes import total_bytes, variant_of
+from memfit.planning.segment.passes import total_bytes, variant_of
 
 X, A, B, C, T, GC, GB, GA = range(8)
 
