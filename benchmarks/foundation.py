@@ -94,7 +94,7 @@ def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None])
     target, options = WORKLOADS[name]
     workload = resolve_target(target, device="cuda", **options)
     begun = time.perf_counter()
-    profile = memfit.profile(workload)
+    profile = memfit.profile(workload, executor="module")
     rows["profile"] = {"seconds": time.perf_counter() - begun, **_plain(profile)}
     assert profile.baseline is not None
     static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
@@ -197,8 +197,11 @@ def reduce_activations(name: str, steps: int) -> dict[str, Any]:
         "estimated_slowdown": result.predicted.step_s / fitted.plan.baseline_step_s,
         "measured_slowdown": result.measured.time_ratio,
         "same_code_ratio": result.measured.same_code_ratio,
-        "segments": sum(s.decision == "recompute" for s in fitted.plan.segments),
+        "segments": sum(s.decision != "keep" for s in fitted.plan.segments),
+        "executor": fitted.plan.executor,
         "bitwise": result.numerics.bitwise_vs_unplanned,
+        "grad_max_rel_diff": result.numerics.grad_max_rel_diff,
+        "error_vs_reference": result.numerics.error_vs_reference,
     }
 
 

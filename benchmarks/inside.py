@@ -1,0 +1,364 @@
+"""Per-tensor plans on compiled segments beside torch.compile and checkpointing, on a GPU.
+
+    PYTHONPATH=src python3 benchmarks/inside.py -o benchmarks/results/inside.json
+
+Each workload is fitted at static + 80, 60, 50 and 40 % of (peak - static) of the unplanned step
+(and at budgets of its own): run under the hard cap, numbers compared. Then every system is timed in
+turn, in one run, with the first one twice (A/A). Finished parts in the output file are kept, so a
+run that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit.errors import InfeasibleError, MemfitError
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.measure.device import device_facts
+from memfit.measure.memory import measure_peak
+from memfit.measure.step import run_step, untouched
+from memfit.measure.timing import time_interleaved
+from memfit.runtime.apply import Applied
+from memfit.runtime.calls import replaced_forward
+from memfit.targets import resolve_target
+
+MIB = 2**20
+SHARES = (0.8, 0.6, 0.5, 0.4)
+WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "gpt2-large@8x1024 bf16": (
+        "transformers:gpt2-large",
+        {"batch": 8, "seq": 1024, "dtype": "bf16"},
+        (16 * 10**9,),
+    ),
+    "vit_b_16@64": ("torchvision:vit_b_16", {"batch": 64}, ()),
+    "encoder@256x128": ("encoder", {"batch": 256, "seq": 128}, ()),
+    "resnet50@64": ("torchvision:resnet50", {"batch": 64}, ()),
+    "resnet152@64": ("torchvision:resnet152", {"batch": 64}, ()),
+}
+Step = Callable[[], Any]
+System = tuple[AbstractContextManager[Any] | None, Step]
+
+
+def main() -> None:
+    """Run what is missing and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("inside.json"))
+    parser.add_argument("--only", nargs="*", default=list(WORKLOADS), help="names of workloads")
+    parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
+    parser.add_argument("--whole", nargs="*", type=float, default=[], metavar="BUDGET")
+    parser.add_argument("--block", nargs="*", type=float, default=[0.5, 0.2, 0.05])
+    parser.add_argument("--no-whole", action="store_true", help="no whole-model torch.compile")
+    parser.add_argument("--steps", type=int, default=10)
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    report = _load(arguments.output)
+
+    def save() -> None:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.output.with_suffix(".md").write_text(markdown(report))
+
+    for name in arguments.only:
+        rows = report["workloads"].setdefault(name, {"fits": {}, "systems": {}})
+        Comparison(name, rows, arguments, save).run()
+        gc.collect()
+        torch.cuda.empty_cache()
+    save()
+    print(markdown(report))
+
+
+class Comparison:
+    """One workload: fitted at its budgets, then timed beside the peers."""
+
+    def __init__(
+        self, name: str, rows: dict[str, Any], arguments: argparse.Namespace, save: Step
+    ) -> None:
+        self.name, self.rows, self.arguments, self.save = name, rows, arguments, save
+        target, options, self.budgets = WORKLOADS[name]
+        self.workload = resolve_target(target, device="cuda", **options)
+        self.systems: dict[str, Step] = {}
+
+    def run(self) -> None:
+        """Fit, build the peers, then time everything in turn."""
+        begun = time.perf_counter()
+        profile = memfit.profile(self.workload)
+        self.rows["profile_s"] = time.perf_counter() - begun
+        plans = self._fit_all(profile)
+        if self.rows["systems"]:
+            return
+        blocks = [c.module for c in profile.graph.calls if c.graph >= 0]
+        with untouched(self.workload):
+            self._add_memfit(plans)
+            self._add_peers(blocks)
+            peaks = {name: self._peak(name, step) for name, step in list(self.systems.items())}
+            works = {name: self.systems[name] for name, peak in peaks.items() if peak is not None}
+            first = next(iter(works))
+            works[f"{first} again"] = works[first]
+            timings = time_interleaved(
+                works, self.workload.device, rounds=self.arguments.steps, warmup=2
+            )
+        for name, timing in timings.items():
+            self.rows["systems"][name] = {
+                **(peaks.get(name) or {}),
+                "step_s": timing.median_s,
+                "spread_s": timing.spread_s,
+            }
+        self.save()
+
+    def _fit_all(self, profile: Profile) -> dict[str, Plan]:
+        assert profile.baseline is not None
+        static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
+        wanted = {f"{s:.0%}": int(static + s * (peak - static)) for s in self.arguments.shares}
+        wanted |= {f"{budget / 10**9:g} GB": budget for budget in self.budgets}
+        plans: dict[str, Plan] = {}
+        for key, budget in wanted.items():
+            _say(f"{self.name} {key}")
+            begun = time.perf_counter()
+            try:
+                fitted = memfit.fit_workload(
+                    self.workload, budget, profiled=profile, steps=self.arguments.steps
+                )
+            except InfeasibleError as refusal:
+                self.rows["fits"][key] = {
+                    "budget_bytes": budget,
+                    "minimum_bytes": refusal.minimum_bytes,
+                    "why": refusal.message,
+                }
+                self.save()
+                continue
+            fitted.undo()
+            plans[key] = fitted.plan
+            profile = fitted.profile  # what one fit learned about its variants helps the next
+            seconds = time.perf_counter() - begun
+            self.rows["fits"][key] = {"fit_s": seconds, **_fit_row(fitted)}
+            self.save()
+        return plans
+
+    def _add_memfit(self, plans: dict[str, Plan]) -> None:
+        model = self.workload.model
+        some = next(iter(plans.values()), None)
+        if some is not None:
+            unplanned = Applied(some.unplanned(), model)
+            self.systems["memfit unplanned"] = self._inside(lambda: unplanned)
+        for key, plan in plans.items():
+            applied = Applied(plan, model)
+            self.systems[f"memfit {key}"] = self._inside(lambda applied=applied: applied)
+
+    def _add_peers(self, blocks: Sequence[str]) -> None:
+        self.systems["eager"] = lambda: run_step(self.workload)
+        self.systems["eager, blocks checkpointed"] = self._blocks(blocks, None, again=True)
+        self.systems["blocks compiled"] = self._blocks(blocks, 1.0)
+        self.systems["blocks compiled and checkpointed"] = self._blocks(blocks, 1.0, again=True)
+        for budget in self.arguments.block:
+            self.systems[f"blocks compiled, budget {budget:g}"] = self._blocks(blocks, budget)
+        if not self.arguments.no_whole:
+            for budget in (1.0, *self.arguments.whole):
+                text = "" if budget == 1.0 else f", budget {budget:g}"
+                self.systems[f"torch.compile{text}"] = self._whole(budget)
+
+    def _peak(self, name: str, step: Step) -> dict[str, Any] | None:
+        """Compile and warm up, then the peak of two steps; None when it cannot run."""
+        _say(f"{self.name}: {name}")
+        begun = time.perf_counter()
+        try:
+            for _ in range(3):
+                step()
+        except (RuntimeError, MemfitError) as error:
+            self.rows["systems"][name] = {"error": str(error).splitlines()[0][:200]}
+            return None
+        setup = time.perf_counter() - begun
+        torch.cuda.empty_cache()
+        peak = measure_peak(self.workload, lambda: (step(), step()))
+        return {
+            "peak_bytes": peak.bytes,
+            "reserved_bytes": peak.reserved_bytes,
+            "first_steps_s": setup,
+        }
+
+    def _inside(self, around: Callable[[], AbstractContextManager[Any]]) -> Step:
+        def step() -> None:
+            with around():
+                run_step(self.workload)
+
+        return step
+
+    def _blocks(self, names: Sequence[str], budget: float | None, *, again: bool = False) -> Step:
+        """Blocks compiled (unless `budget` is None) and recomputed whole (if `again`)."""
+        modules = dict(self.workload.model.named_modules())
+        own = None if budget is None else _own(_call_forward)
+        compiled = None if own is None else torch.compile(own, dynamic=False)
+
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if compiled is None:
+                    return forward(*args, **kwargs)
+                return compiled(forward, args, kwargs)
+
+            def recomputed(*args: Any, **kwargs: Any) -> Any:
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+            return recomputed if again else run
+
+        @contextmanager
+        def at_work() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(_memory_budget(budget or 1.0))
+                for name in names:
+                    stack.enter_context(replaced_forward(modules[name], wrap))
+                yield
+
+        return self._inside(at_work)
+
+    def _whole(self, budget: float) -> Step:
+        workload = self.workload
+
+        def loss(batch: Any) -> Any:
+            return workload.loss_fn(workload.model, batch)
+
+        compiled = torch.compile(_own(loss), dynamic=False)
+
+        def step() -> None:
+            with _memory_budget(budget):
+                compiled(workload.batch).backward()
+                workload.optimizer.step()
+                workload.optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+
+def _call_forward(forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _own(function: Any) -> Any:
+    """The function with a code object of its own: dynamo keeps compiled code by code object."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{id(object())}")
+    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+
+
+def _memory_budget(budget: float) -> AbstractContextManager[Any]:
+    if budget == 1.0:
+        return nullcontext()
+    return functorch_config.patch(activation_memory_budget=budget)
+
+
+def _fit_row(fitted: memfit.Fitted) -> dict[str, Any]:
+    result, plan = fitted.result, fitted.plan
+    return {
+        "budget_bytes": result.budget_bytes,
+        "rounds": result.rounds,
+        "predicted_peak_bytes": result.predicted.peak_bytes,
+        "measured_peak_bytes": result.measured.peak_bytes,
+        "predicted_reserved_bytes": result.predicted.peak_reserved_bytes,
+        "measured_reserved_bytes": result.measured.peak_reserved_bytes,
+        "retries": result.measured.retries,
+        "predicted_step_s": result.predicted.step_s,
+        "measured_step_s": result.measured.step_s,
+        "unplanned_step_s": result.baseline.step_s,
+        "unplanned_peak_bytes": result.baseline.peak_bytes,
+        "static_bytes": result.baseline.static_bytes,
+        "same_code_ratio": result.measured.same_code_ratio,
+        "numerics": vars(result.numerics),
+        "gap": result.predicted.gap,
+        "plan_s": result.plan_s,
+        "trim": plan.trim,
+        "decisions": "".join(s.decision[0] for s in plan.segments),
+        "variants": len(plan.variants),
+        "minimum_feasible_bytes": result.minimum_feasible_bytes,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All rows as Markdown tables."""
+    machine = report["machine"]
+    lines = [
+        "# Inside the segment: per-tensor plans beside torch.compile and checkpointing",
+        "",
+        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
+        f"Python {machine['python']}. Command: `{report['command']}`",
+        "",
+        "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
+        "held under the cap.",
+        "",
+        "| workload | budget | predicted peak | measured peak | reserved | retries "
+        "| time / unplanned (predicted) | A/A | numbers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, rows in report["workloads"].items():
+        lines += [_fit_line(name, key, row) for key, row in rows["fits"].items()]
+    lines += ["", "| workload | system | peak | step | / first row |", "|---|---|---|---|---|"]
+    for name, rows in report["workloads"].items():
+        systems = rows["systems"]
+        base = next((r["step_s"] for r in systems.values() if "step_s" in r), 1.0)
+        for system, row in sorted(systems.items(), key=lambda item: -item[1].get("peak_bytes", 0)):
+            if "error" in row:
+                lines.append(f"| {name} | {system} | {row['error']} | | |")
+                continue
+            peak = f"{row['peak_bytes'] / MIB:.0f} MB" if "peak_bytes" in row else ""
+            lines.append(
+                f"| {name} | {system} | {peak} | {row['step_s'] * 1e3:.1f} ms "
+                f"± {row['spread_s'] * 1e3:.1f} | {row['step_s'] / base:.3f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
+    budget = f"{row['budget_bytes'] / MIB:.0f} MB"
+    if "why" in row:
+        minimum = (row["minimum_bytes"] or 0) / MIB
+        return f"| {name} {key} | {budget} | refused: the minimum is {minimum:.0f} MB | | | | | | |"
+    error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
+    ratio = row["measured_step_s"] / row["unplanned_step_s"]
+    predicted = row["predicted_step_s"] / row["unplanned_step_s"]
+    numbers = row["numerics"]
+    errors = numbers["error_vs_reference"]
+    said = "bitwise" if numbers["bitwise_vs_unplanned"] else f"{numbers['grad_max_rel_diff']:.1e}"
+    if errors:
+        said += f" ({errors['planned']:.1e} / {errors['unplanned']:.1e} from fp32)"
+    return (
+        f"| {name} {key} | {budget} | {row['predicted_peak_bytes'] / MIB:.0f} MB "
+        f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "
+        f"| {row['measured_reserved_bytes'] / MIB:.0f} MB | {row['retries']} "
+        f"| {ratio:.3f} ({predicted:.3f}) | {row['same_code_ratio'] or 0:.3f} | {said} |"
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if path.exists():
+        loaded: dict[str, Any] = json.loads(path.read_text())
+        return loaded
+    facts = device_facts(torch.device("cuda"))
+    return {
+        "command": "PYTHONPATH=src python3 benchmarks/inside.py " + " ".join(sys.argv[1:]),
+        "machine": {
+            "gpu": facts.name,
+            "driver": facts.driver,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "workloads": {},
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
