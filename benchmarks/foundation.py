@@ -182,7 +182,12 @@ def reduce_activations(name: str, steps: int) -> dict[str, Any]:
     workload = resolve_target(target, device="cuda", **options)
     try:
         fitted = memfit.fit_workload(
-            workload, None, activation_reduction=0.40, max_slowdown=1.20, steps=steps
+            workload,
+            None,
+            activation_reduction=0.40,
+            max_slowdown=1.20,
+            steps=steps,
+            executor="graph",
         )
     except InfeasibleError as refusal:
         return {"verdict": "infeasible", "why": refusal.message}

@@ -261,7 +261,7 @@ def _hold(
             if learned is None:
                 break
             measured = learned
-            made = make_plan(measured, goal)
+            made = make_plan(measured, goal, known=made)
         say(f"running under the budget (round {number})")
         check = check_budget(
             workload,

@@ -8,6 +8,7 @@ unplanned one. Limits: one factor corrects the seconds of all variants of all gr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,11 @@ from memfit.runtime.inplace import inplace_off
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
-# Of the extra seconds that were reckoned: beyond these something else was measured.
-SMALLEST_FACTOR, LARGEST_FACTOR = 0.02, 5.0
+ROUNDS = 7
+# How far off reckoned seconds usually are, as a share of themselves: a measurement less certain
+# than that changes little.
+USUAL_ERROR = 0.5
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 
 
 def learn_variants(workload: Workload, profile: Profile, plan: Plan) -> Profile | None:
@@ -88,14 +92,25 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
             run_step(workload, accumulate=profile.accumulate)
 
     works = {"planned": lambda: step(planned), "unplanned": lambda: step(unplanned)}
-    times = time_interleaved(works, workload.device, rounds=5, warmup=2, limit_s=20)
-    measured_s = times["planned"].median_s - times["unplanned"].median_s
+    times = time_interleaved(works, workload.device, rounds=ROUNDS, warmup=2, limit_s=20)
+    with_plan, without = times["planned"], times["unplanned"]
     partial = [s for s in plan.segments if s.decision == "partial"]
     reckoned_s = profile.accumulate * sum(s.recompute_s for s in partial)
-    whole_s = plan.predicted.step_s - plan.baseline_step_s - reckoned_s
+    whole_s = max(plan.predicted.step_s - plan.baseline_step_s - reckoned_s, 0.0)
+    measured_s = with_plan.median_s - without.median_s - whole_s
+    # A median of n samples is off by about 1.25 deviations / sqrt(n); spreads are 0.67 of one.
+    error_s = 1.9 * math.hypot(with_plan.spread_s, without.spread_s) / math.sqrt(ROUNDS)
+    return weighed(reckoned_s, measured_s, error_s)
+
+
+def weighed(reckoned_s: float, measured_s: float, error_s: float) -> float:
+    """The factor between reckoned and measured seconds, near 1 where the measurement is unsure."""
     if reckoned_s <= 0:
         return 1.0
-    return min(max((measured_s - max(whole_s, 0.0)) / reckoned_s, SMALLEST_FACTOR), LARGEST_FACTOR)
+    certainty = (USUAL_ERROR * reckoned_s) ** 2
+    trust = certainty / (certainty + error_s**2)
+    factor = 1 + trust * (measured_s / reckoned_s - 1)
+    return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
 
 
 def _recorded(

@@ -23,10 +23,11 @@ from memfit.planning.strategies import (
     choose_all,
     choose_interval,
 )
-from memfit.planning.write_plan import write_segments
+from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
 MAX_TIGHTENINGS = 10
+WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ class Goal:
             raise UsageError(f"interval is {self.interval}", hint="it counts segments: 1 or more")
 
 
-def make_plan(profile: Profile, goal: Goal) -> Plan:
-    """Return the plan that the goal's strategy finds; raise InfeasibleError when none is."""
+def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
+    """Return the plan that the goal's strategy finds; raise InfeasibleError when none is.
+
+    `known` is a plan that ran already: it is taken again where it is about as good.
+    """
     started = time.perf_counter()
     if goal.counts == "live":
         profile = replace(profile, allocator=None)
@@ -91,6 +95,8 @@ def make_plan(profile: Profile, goal: Goal) -> Plan:
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
         choice = smallest
+    if known is not None:
+        choice = _known_or(simulator, known, choice, target)
     extra_s = _seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
@@ -125,6 +131,20 @@ def _holds(simulator: Simulator, choice: Choice, target: int | None) -> bool:
 
 def _seconds(simulator: Simulator, choice: Choice) -> float:
     return simulator.step_seconds(choice.acts) + choice.trim * simulator.profile.trim_s
+
+
+def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | None) -> Choice:
+    """The plan that ran, if it holds and what was found is hardly faster."""
+    acts = read_acts(simulator, known)
+    if acts is None:
+        return found
+    again = replace(found, acts=acts, trim=known.trim)
+    enough_s = (1 + WORTH_A_CHANGE) * _seconds(simulator, found)
+    return (
+        again
+        if _holds(simulator, again, target) and _seconds(simulator, again) <= enough_s
+        else found
+    )
 
 
 def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:

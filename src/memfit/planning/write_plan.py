@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, SegmentPlan, VariantPlan
+from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Act, Pick, calls_of
 from memfit.planning.segment.decisions import block_activations, variant_plan
@@ -20,6 +20,22 @@ def write_segments(
     writer = _Writer(simulator, acts)
     segments = tuple(writer.segment(call) for call in simulator.graph.calls)
     return segments, tuple(writer.variants)
+
+
+def read_acts(simulator: Simulator, plan: Plan) -> tuple[Act, ...] | None:
+    """The acts of a plan for this very step; None when a variant of it is not on offer any more."""
+    acts: list[Act] = list(plan.runs)
+    for index, segment in enumerate(plan.segments):
+        if segment.decision != PARTIAL or segment.variant is None:
+            continue
+        number = simulator.graph.calls[index].graph
+        graph = simulator.profile.graphs[number]
+        saved = tuple(sorted(graph.index[n] for n in plan.variants[segment.variant].saved))
+        offered = [v.saved for v, _ in simulator.menus[number]]
+        if saved not in offered:
+            return None
+        acts.append(Pick(index, offered.index(saved)))
+    return tuple(acts)
 
 
 class _Writer:
