@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,16 +37,20 @@ def check_numerics(
 ) -> Numerics:
     """Compare loss, gradients and buffers of the planned and the unplanned step.
 
-    Both run from the same state with deterministic algorithms, by the same executor; `unplanned`
-    None is the plain module. Recomputed operators are the same operators, so the numbers must be
-    the same bit for bit, except under `inductor`: there a plan changes what is fused, and the
-    planned step may be at most twice as far from eager full precision as the unplanned one.
+    Both run from the same state, by the same executor; `unplanned` None is the plain module.
+    Deterministic algorithms are asked for, under `graph` only where the usual ones differ.
+    Recomputed operators are the same operators, so the numbers must be the same bit for bit, except
+    under `inductor`: there a plan changes what is fused, and the planned step may be at most twice
+    as far from eager full precision as the unplanned one.
     When the unplanned step does not fit on the device, its saved tensors lie in host memory. When
     it does not repeat itself, both run again with attention kernels that do.
     """
-    # Fused code is compared within a tolerance, and asking for determinism would compile it anew.
-    fused = planned.plan.executor == "inductor"
-    with nullcontext() if fused else deterministic():
+    # Asking for determinism compiles every segment anew. Fused code is compared within a tolerance.
+    if planned.plan.executor != "module":
+        result = _planned_against_unplanned(workload, planned, unplanned)
+        if result.bitwise_vs_unplanned or planned.plan.executor == "inductor":
+            return result
+    with deterministic():
         result = _planned_against_unplanned(workload, planned, unplanned)
         if not result.repeatable and workload.device.type == "cuda" and unplanned is None:
             result = _with_repeatable_attention(workload, planned) or result
@@ -174,7 +178,7 @@ def compare(expected: Numbers, actual: Numbers) -> Numerics:
                 same = False
                 worst = max(worst, _relative(one[name], other[name]))
     difference = (expected.loss.double() - actual.loss.double()).abs().max().item()
-    return Numerics(same, 0.0 if same else difference, worst)
+    return Numerics(same, 0.0 if same else difference, worst, agree=same)
 
 
 @contextmanager
