@@ -10,11 +10,11 @@ from memfit.capture.seconds import StepTimes
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.targets import resolve_target
 
-FIELDS = {"n_layer": "3", "n_embd": "32", "n_head": "2", "n_ff": "64", "vocab_size": "100"}
+FIELDS = {"n_layer": "4", "n_embd": "32", "n_head": "2", "n_ff": "128", "vocab_size": "50"}
 
 
 def _workload() -> memfit.Workload:
-    return resolve_target("encoder", batch=4, seq=16, overrides=FIELDS)
+    return resolve_target("encoder", batch=8, seq=32, overrides=FIELDS)
 
 
 def test_the_plain_step_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
