@@ -14,7 +14,8 @@ from memfit.capture.segments import Segment
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.step import explained_errors
 from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
-from memfit.runtime.compiled import CannotCapture, CompiledSegments, compiled_segments
+from memfit.runtime.choice import CannotCapture
+from memfit.runtime.compiled import CompiledSegments, compiled_segments
 from memfit.workload import Workload
 
 

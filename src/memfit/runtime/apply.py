@@ -85,7 +85,12 @@ def plan_code(plan: Plan) -> dict[int, Wrap]:
             variant = plan.variants[segment.variant]
             saved = None if variant.unplanned else variant.saved
             compiled = compiled_segments(plan.executor)
-            code[index] = partial(compiled.bind, key=variant.graph, saved=saved)
+            code[index] = partial(
+                compiled.bind,
+                key=variant.graph,
+                saved=saved,
+                mutated_buffers=segment.mutated_buffers,
+            )
     return code
 
 

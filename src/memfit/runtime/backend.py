@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import fx
@@ -24,13 +25,16 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental import _config as symbol_config
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.errors import MemfitError
+from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
 from memfit.runtime import partition
-from memfit.runtime.compiled import CannotCapture, Choice, CompiledSegments
-from memfit.runtime.joint import NotAGraph, read_by_backward, translate
+from memfit.runtime.choice import CannotCapture, Choice
+from memfit.runtime.compiled import CompiledSegments
+from memfit.runtime.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
 from memfit.runtime.random_state import RandomState
 
 _UNLIMITED = 1_000_000
@@ -43,6 +47,15 @@ _DYNAMO_SETTINGS = {
     "accumulated_recompile_limit": _UNLIMITED,
     "suppress_errors": False,
 }
+# What torch.compile(dynamic=...) sets too, but at every call.
+_STATIC_SETTINGS = _DYNAMO_SETTINGS | {
+    "automatic_dynamic_shapes": False,
+    "assume_static_by_default": True,
+}
+_SYMBOLIC_SETTINGS = _DYNAMO_SETTINGS | {
+    "assume_static_by_default": False,
+    "specialize_float": True,  # only sizes become symbols: a float that does makes another graph
+}
 _AOT_SETTINGS = {
     "force_non_lazy_backward_lowering": True,  # so that errors come at the forward
     "enable_autograd_cache": False,  # a pair from the cache comes without its joint graph
@@ -54,6 +67,10 @@ _GRAPH_SETTINGS = _AOT_SETTINGS | {
 _LIMIT_ERROR: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", NotAGraph)
 
 Boxed = Callable[[list[Any]], Any]
+
+
+class _Unsettled(Exception):
+    """Something is to be compiled after all, and torch's settings are not made for it."""
 
 
 class Program:
@@ -72,24 +89,59 @@ class Program:
         self._function = _own_function(function, f"segment_{next(self._numbers)}")
         self._backend = self._compile  # one object: dynamo knows backends by identity
         self._module = 0  # identity of the module that runs
+        self._ran: set[int] = set()  # identities of modules that ran
+        self._settled = False  # whether torch's settings are those to compile with
         self._compiled: Counter[tuple[int, str | None]] = Counter()
-        self._run = torch.compile(
-            self._function, backend=self._backend, dynamic=False, fullgraph=True
-        )
+        self._run = torch.compile(self._function, backend=self._backend, fullgraph=True)
 
     def __call__(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run a module's forward; CannotCapture when it cannot be compiled."""
-        self._module = id(module)
-        with dynamo_config.patch(_DYNAMO_SETTINGS):
+        if id(module) not in self._ran:
+            return self.compiling(module, args, kwargs)
+        runs = self.segments.runs
+        try:  # changing torch's settings takes longer than all else here
+            result = self._run(module, args, kwargs)
+        except (dynamo_errors.TorchDynamoException, _LIMIT_ERROR):
+            return self.compiling(module, args, kwargs)
+        return result if self.segments.runs > runs else self._found_nothing()
+
+    def compiling(
+        self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The same where it is likely that something must be compiled."""
+        self._module, runs = id(module), self.segments.runs
+        with self._settings():
             try:
-                return self._run(module, args, kwargs)
+                result = self._run(module, args, kwargs)
             except (dynamo_errors.TorchDynamoException, _LIMIT_ERROR) as error:
                 inner = _innermost(error)
                 if isinstance(inner, MemfitError | torch.OutOfMemoryError):
                     raise inner from None  # raised by us, or not by compiling: wrapped for nothing
                 raise _cannot_capture(self.kind, error, inner) from error
+        self._ran.add(id(module))
+        return result if self.segments.runs > runs else self._found_nothing()
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        symbolic = self.choice.symbolic
+        settings = _SYMBOLIC_SETTINGS if symbolic else _STATIC_SETTINGS
+        # Sizes that are alike now need not be so in the next batch.
+        duck_shape = symbol_config.use_duck_shape and not symbolic
+        with (
+            dynamo_config.patch(settings),
+            symbol_config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]
+        ):
+            self._settled = True
+            try:
+                yield
+            finally:
+                self._settled = False
+
+    def _found_nothing(self) -> NoReturn:
+        self.segments.last_key = None
+        raise CannotCapture(f"{self.kind}: torch.compile found nothing to compile")
 
     def close(self) -> None:
         """Make dynamo forget the function and the backend."""
@@ -97,6 +149,8 @@ class Program:
         eval_frame.cached_backends.pop(id(self._backend), None)
 
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if not self._settled:
+            raise _Unsettled
         compilation = _Compilation(self)
         fused = self.segments.executor == "inductor"
         settings = _AOT_SETTINGS if fused else _GRAPH_SETTINGS
@@ -141,25 +195,41 @@ class _Compilation:
             tags_tell_backward=not fused,
         )
         graph = translate(traced, self.kind)
-        self.choice.check(graph.key, self.kind)
-        if self.choice.saved is not None:
-            self.pair = partition.split(traced, graph, self.choice.saved)
-        elif fused:
+        saved = self._saved(traced, graph)
+        if saved is None:
             self.pair = partition.default_min_cut(traced, graph, inputs)
         else:
-            saved = read_by_backward(graph, traced.recompute_asked)
             self.pair = partition.split(traced, graph, saved)
-        if self.choice.saved is None:
-            kept = (graph.index[name] for name in self.pair.saved)
-            graph = replace(graph, unplanned=tuple(sorted(kept)))
-        self.key = self.segments.found(graph).key
+        self.key = graph.key
+        if not self.choice.symbolic:
+            self._take_note(graph, self.pair)
         return self.pair.forward, self.pair.backward
+
+    def _saved(self, traced: Traced, graph: JointGraph) -> tuple[str, ...] | None:
+        """What to hand over; None leaves it to torch."""
+        choice = self.choice
+        if choice.least:
+            return least_saved(graph)
+        if choice.saved is None:
+            fused = self.segments.executor == "inductor"
+            return None if fused else read_by_backward(graph, traced.recompute_asked)
+        if choice.symbolic:
+            return self.segments.symbolic_names(choice, graph, self.kind)
+        self.segments.check(choice, graph, self.kind)
+        return choice.saved
+
+    def _take_note(self, graph: JointGraph, pair: partition.Pair) -> None:
+        if self.choice.saved is None:
+            kept = (graph.index[name] for name in pair.saved)
+            graph = replace(graph, unplanned=tuple(sorted(kept)))
+        self.segments.found(graph)
 
     def forward(self, names: Sequence[str], compiled: Boxed) -> Boxed:
         """The compiled forward, which tells the segments that it runs; `names` of its inputs."""
         segments, key = self.segments, self.key
         results = () if self.pair is None else self.pair.results
-        measure = self._measure if self.choice.plain and self.choice.saved is None else None
+        unplanned = self.choice.saved is None and not self.choice.symbolic
+        measure = self._measure if self.choice.plain and unplanned else None
 
         def run(args: list[Any]) -> Any:
             segments.begins(key)
@@ -205,7 +275,7 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """What the cut depends on, for inductor's cache of compiled code."""
-        return ("memfit", self.choice.structure, self.choice.saved)
+        return ("memfit", self.choice)
 
     def forget(self) -> None:
         """Let go of the compilation."""
@@ -264,6 +334,7 @@ def _boxed(module: fx.GraphModule) -> Boxed:
     """A function that takes its arguments in a list, which it empties as it goes."""
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
+    getattr(module, "real_recompile", module.recompile)()  # a lazy module would ask at every call
     forward = module.forward
 
     def run(args: list[Any]) -> Any:

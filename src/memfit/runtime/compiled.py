@@ -7,19 +7,20 @@ traced as one graph raises CannotCapture: its caller runs it as the module does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.errors import MemfitError, PlanFileError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import NodeCost
-from memfit.runtime.joint import structure_of
+from memfit.runtime.choice import CannotCapture, Choice, OtherGraph, OtherShape
+from memfit.runtime.joint import input_shapes, names_in, structure_of
+from memfit.runtime.shapes import Shapes
 
 if TYPE_CHECKING:
     from memfit.runtime.backend import Program
@@ -28,43 +29,6 @@ EXECUTORS = ("graph", "inductor")
 
 Forward = Callable[..., Any]
 Watch = Callable[[str, torch.Tensor], None]
-
-
-class CannotCapture(MemfitError):
-    """A segment that cannot be run as one compiled graph; `reason` is one line."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class OtherGraph(PlanFileError):
-    """A segment that runs other operators than those it was planned for.
-
-    Besides another model this can be another shape: torch copies less when a size is 1.
-    """
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a segment keeps: a set of names of one graph structure, or what is kept unplanned.
-
-    `plain`: its operators run one by one, as they must to be timed.
-    """
-
-    plain: bool
-    structure: str | None = None
-    saved: tuple[str, ...] | None = None
-
-    def check(self, key: str, kind: str) -> None:
-        """OtherGraph when a segment has another graph than it was planned for."""
-        found = structure_of(key)
-        if self.structure not in (None, found):
-            raise OtherGraph(
-                f"{kind} no longer runs the operators it was planned for "
-                f"(graph {found}, planned {self.structure})",
-                hint="the model, its mode or its inputs changed: make a new plan",
-            )
 
 
 @cache
@@ -86,10 +50,12 @@ class CompiledSegments:
         self.last_key: str | None = None
         self.compilations = 0
         self.watch: Watch | None = None
+        self.runs = 0  # compiled forwards that began
+        self.said: set[str] = set()  # warnings
         self._programs: dict[tuple[Forward, Choice], Program] = {}
+        self._shapes: dict[tuple[Forward, str, Choice], Shapes] = {}
         self._measuring = False
         self._measured: set[str] = set()
-        self._runs = 0
 
     @property
     def unplanned_saved(self) -> dict[str, tuple[str, ...]]:
@@ -112,32 +78,72 @@ class CompiledSegments:
         return self.bind(forward, key=key, saved=saved)(*args, **kwargs)
 
     def bind(
-        self, forward: Forward, *, key: str | None = None, saved: Sequence[str] | None = None
+        self,
+        forward: Forward,
+        *,
+        key: str | None = None,
+        saved: Sequence[str] | None = None,
+        mutated_buffers: Sequence[str] = (),
     ) -> Forward:
         """Compiled code to run in the place of a module's `forward`.
 
-        With `saved`, it keeps exactly those nodes of the graph `key`; a graph of the same
-        structure and other sizes will do. OtherGraph when the segment runs another one.
+        With `saved`, it keeps exactly those nodes of the graph `key`; for other sizes than those
+        of that graph see `shapes`. OtherGraph when the segment runs another one.
         """
         assert saved is None or key is not None, "names belong to a graph"
         names = None if saved is None else tuple(sorted(set(saved)))
-        planned = None if key is None else structure_of(key)
+        planned: Shapes | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal planned
             module, function = _bound(forward)
-            plain = self.executor == "graph" or (self._measuring and names is None)
-            choice = Choice(plain, planned, names)
-            runs = self._runs
-            result = self._program(function, choice, module)(module, args, kwargs)
-            if self._runs == runs:
-                self.last_key = None
-                kind = type(module).__name__
-                raise CannotCapture(f"{kind}: torch.compile found nothing to compile")
-            if self.last_key is not None:
-                choice.check(self.last_key, type(module).__name__)
-            return result
+            if key is None or (self._measuring and names is None):
+                return self._unplanned(function, module, key, args, kwargs)
+            if planned is None:
+                choice = Choice(self.executor == "graph", structure_of(key), names)
+                planned = self._planned(function, module, key, choice, mutated_buffers)
+            return planned(module, args, kwargs)
 
         return run
+
+    def notes(self, keys: Collection[str]) -> list[str]:
+        """What had to be done otherwise than these graphs were planned, each said once."""
+        known = [s.notes for (_, key, _), s in self._shapes.items() if key in keys]
+        return list(dict.fromkeys(note for notes in known for note in notes))
+
+    def check(self, choice: Choice, graph: JointGraph, kind: str) -> None:
+        """Refuse a graph that is not the planned one.
+
+        OtherShape when the planned one is known and was for other shapes, OtherGraph otherwise.
+        """
+        found = structure_of(graph.key)
+        if choice.structure in (None, found):
+            return
+        planned = self._with_structure(choice.structure)
+        if planned and all(input_shapes(g) != input_shapes(graph) for g in planned):
+            raise OtherShape(f"{kind} runs other operators for these shapes")
+        raise OtherGraph(
+            f"{kind} no longer runs the operators it was planned for "
+            f"(graph {found}, planned {choice.structure})",
+            hint="the model, its mode or its inputs changed: make a new plan",
+        )
+
+    def check_key(self, choice: Choice, key: str | None, kind: str) -> None:
+        """The same for a graph that ran; one with symbolic sizes has no fixed ones to compare."""
+        if key in self.graphs:
+            self.check(choice, self.graphs[key], kind)
+
+    def symbolic_names(self, choice: Choice, graph: JointGraph, kind: str) -> tuple[str, ...]:
+        """The chosen nodes in a graph with symbolic sizes; OtherShape when it is another one."""
+        assert choice.saved is not None
+        for planned in self._with_structure(choice.structure)[:1]:
+            names = names_in(planned, graph)
+            if names is not None:
+                return tuple(names[name] for name in choice.saved)
+        raise OtherShape(f"{kind} runs other operators when its sizes are symbols")
+
+    def _with_structure(self, structure: str | None) -> list[JointGraph]:
+        return [g for g in self.graphs.values() if structure_of(g.key) == structure]
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -166,6 +172,7 @@ class CompiledSegments:
         for program in self._programs.values():
             program.close()
         self._programs.clear()
+        self._shapes.clear()
 
     def found(self, graph: JointGraph) -> JointGraph:
         """Take in a traced graph; return what is known of it so far."""
@@ -178,7 +185,7 @@ class CompiledSegments:
     def begins(self, key: str | None) -> None:
         """Take note that a compiled forward begins."""
         self.last_key = key
-        self._runs += 1
+        self.runs += 1
 
     def wants_costs(self, key: str) -> bool:
         """Whether this run of a graph is the one to be timed."""
@@ -196,16 +203,49 @@ class CompiledSegments:
         )
         self.graphs[key] = replace(graph, nodes=tuple(nodes))
 
-    def _program(self, function: Forward, choice: Choice, module: torch.nn.Module) -> Program:
+    def program(self, function: Forward, choice: Choice, kind: str) -> Program:
+        """The code for a choice."""
         # An unplanned segment runs one code whatever graph the plan says: it is checked after.
-        shared = choice if choice.saved is not None else Choice(choice.plain)
+        shared = choice if choice.saved is not None else replace(choice, structure=None)
         program = self._programs.get((function, shared))
         if program is None:
             from memfit.runtime.backend import Program  # loads dynamo, which takes seconds
 
-            program = Program(self, function, type(module).__name__, shared)
+            program = Program(self, function, kind, shared)
             self._programs[function, shared] = program
         return program
+
+    def _unplanned(
+        self,
+        function: Forward,
+        module: torch.nn.Module,
+        key: str | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run code for this very shape."""
+        kind = type(module).__name__
+        choice = Choice(
+            self.executor == "graph" or self._measuring, None if key is None else structure_of(key)
+        )
+        result = self.program(function, choice, kind)(module, args, kwargs)
+        self.check_key(choice, self.last_key, kind)
+        return result
+
+    def _planned(
+        self,
+        function: Forward,
+        module: torch.nn.Module,
+        key: str,
+        choice: Choice,
+        mutated_buffers: Sequence[str],
+    ) -> Shapes:
+        shapes = self._shapes.get((function, key, choice))
+        if shapes is None:
+            kind = type(module).__name__
+            shapes = Shapes(self, function, kind, choice, mutated_buffers)
+            self._shapes[function, key, choice] = shapes
+        return shapes
 
 
 def _bound(forward: Forward) -> tuple[torch.nn.Module, Forward]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from memfit.ir.joint_graph import JointGraph, Node, Storage
@@ -49,6 +50,33 @@ class Traced:
 def structure_of(key: str) -> str:
     """The part of a graph's key that does not depend on shapes."""
     return key.partition("-")[0]
+
+
+def input_shapes(graph: JointGraph) -> list[str]:
+    """Shapes of the activations that enter the graph."""
+    return [node.shape for node in graph.nodes if node.role == "input"]
+
+
+def names_in(graph: JointGraph, twin: JointGraph) -> dict[str, str] | None:
+    """For each node of `graph` its name in `twin`; None when that runs other operators.
+
+    A graph with symbolic sizes numbers its nodes otherwise than one with fixed sizes.
+    """
+    if _skeleton(graph) != _skeleton(twin):
+        return None
+    pairs = zip(graph.nodes, twin.nodes, strict=True)
+    return {node.name: other.name for node, other in pairs}
+
+
+def least_saved(graph: JointGraph) -> tuple[str, ...]:
+    """Names of what must be saved when everything else is recomputed."""
+    must = (n for n in graph.nodes if n.role == "input" or not n.can_recompute)
+    return tuple(n.name for n in must if n.can_save)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is a number that depends on the shapes of the inputs, not a tensor."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -136,7 +164,7 @@ class _Storages:
         identity = value.untyped_storage()._cdata
         if identity not in fresh:
             fresh[identity] = len(self.sizes)
-            self.sizes.append(_round(value.untyped_storage().nbytes(), value.device))
+            self.sizes.append(_round(_as_int(value.untyped_storage().nbytes()), value.device))
             self.maker.append(node)
         return fresh[identity]
 
@@ -159,15 +187,18 @@ class _Storages:
 
 
 class _Translation:
+    """Reads a traced graph. Sizes that are symbols are left out: they take no memory."""
+
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
-        self.nodes = [n for n in traced.module.graph.nodes if n.op != "output"]
+        self.values = [n for n in traced.module.graph.nodes if n.op != "output"]
+        self.nodes = [n for n in self.values if not is_size(n)]
         self.mutated = mutated_inputs(traced)
         self.storages = _Storages()
         self.role = self._roles()
 
     def build(self, kind: str) -> JointGraph:
-        for node in sorted(self.nodes, key=lambda n: n.op == "placeholder"):  # causes first
+        for node in sorted(self.values, key=lambda n: n.op == "placeholder"):  # causes first
             _check(node)
         for node in self.nodes:
             self.storages.add(node)
@@ -192,7 +223,7 @@ class _Translation:
     def _roles(self) -> dict[fx.Node, str]:
         roles: dict[fx.Node, str] = {}
         primals = 0
-        for node in self.nodes:
+        for node in self.values:
             if node.op == "placeholder" and "tangents" in str(node.target):
                 roles[node] = "tangent"
             elif node.op == "placeholder":
@@ -229,7 +260,7 @@ class _Translation:
             name=node.name,
             op=_operator_name(node),
             role=role,
-            inputs=tuple(number[i] for i in node.all_input_nodes),
+            inputs=tuple(number[i] for i in node.all_input_nodes if not is_size(i)),
             storages=storages,
             bytes=sum(_tensor_bytes(v) for v in _values(node)),
             shape=_shape(value),
@@ -252,15 +283,15 @@ class _Translation:
 
 
 def _check(node: fx.Node) -> None:
-    """Refuse values that have no fixed size or no plain storage."""
+    """Refuse values whose size depends on data, or that have no plain storage."""
+    if is_size(node) and free_unbacked_symbols(node.meta["val"]):
+        raise NotAGraph(f"{node.name} depends on data ({_source(node)})")
     for value in _values(node):
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise NotAGraph(f"{node.name} depends on data ({_source(node)})")
         if not isinstance(value, torch.Tensor):
             continue
         if value.layout is not torch.strided or not torch._C._has_storage(value):
             raise NotAGraph(f"{node.name} is a {value.layout} tensor ({_source(node)})")
-        if any(isinstance(size, torch.SymInt) for size in value.shape):
+        if free_unbacked_symbols(value):
             raise NotAGraph(f"{node.name} has a size that depends on data ({_source(node)})")
 
 
@@ -310,7 +341,12 @@ def _round(size: int, device: torch.device) -> int:
 
 
 def _tensor_bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return _as_int(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _as_int(size: int | torch.SymInt) -> int:
+    """The size, for a symbol that of the inputs it was traced with; int() would fix it to that."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def _state_bytes(node: fx.Node) -> int:
@@ -348,13 +384,17 @@ def _source(node: fx.Node) -> str:
 
 
 def _numbers(results: Iterable[Any], number: dict[fx.Node, int]) -> tuple[int, ...]:
-    return tuple(number[r] for r in results if isinstance(r, fx.Node))
+    return tuple(number[r] for r in results if isinstance(r, fx.Node) and not is_size(r))
 
 
 def _key(graph: JointGraph) -> str:
     structure = [(n.name, n.op, n.role, n.inputs) for n in graph.nodes]
     sizes = [n.shape for n in graph.nodes] + [str(s.bytes) for s in graph.storages]
     return f"{_digest((structure, graph.outputs, graph.gradients))}-{_digest(sizes)}"
+
+
+def _skeleton(graph: JointGraph) -> object:
+    return [(n.op, n.role, n.inputs) for n in graph.nodes], graph.outputs, graph.gradients
 
 
 def _digest(data: object) -> str:

@@ -20,7 +20,7 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.ir.joint_graph import JointGraph
-from memfit.runtime.joint import Traced, is_random, is_training_batch_norm, output_node
+from memfit.runtime.joint import Traced, is_random, is_size, is_training_batch_norm, output_node
 
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
@@ -84,13 +84,15 @@ def split(traced: Traced, graph: JointGraph, saved: Sequence[str]) -> Pair:
     once = [name for name in again if not graph.nodes[graph.index[name]].can_recompute]
     assert not once, f"{once[0]} must not run again, and is not saved"
     handed = _handed_over(graph, order)
-    forward, backward = _extract(traced, handed)
+    forward, backward, sizes = _extract(traced, handed, _sizes_read(traced, graph, order))
     _erase_backward(forward, graph)
     backward = _in_order(backward, order)
     _check(traced.num_outputs, forward, backward, handed, order)
     names = _result_names(forward)
-    forward, backward = _replay_random(traced, forward, backward, again)
-    names += [""] * (len(_result_names(forward)) - len(names))
+    forward, backward = _replay_random(traced, forward, backward, again, sizes)
+    states = [""] * (len(_result_names(forward)) - len(names))
+    last = len(names) - sizes  # torch wants sizes to come after the random states
+    names = [*names[:last], *states, *names[last:]]
     dropped = _recompute_batch_norms(traced.num_outputs, forward, backward)
     for half in (forward, backward):
         half.graph.lint()
@@ -151,18 +153,35 @@ def _handed_over(graph: JointGraph, order: Sequence[str]) -> list[str]:
     return [n.name for n in nodes if n.role != "tangent" and n.op != "get_attr"]
 
 
-def _extract(traced: Traced, handed: Sequence[str]) -> _Halves:
+def _sizes_read(traced: Traced, graph: JointGraph, order: Sequence[str]) -> list[fx.Node]:
+    """Sizes that the backward reads and the forward knows; it makes those of tangents itself."""
+    late = {n.name for n in graph.nodes if n.role in ("tangent", "backward")}
+    runs = {*order, "output"}
+    found: dict[fx.Node, None] = {}
+    for node in traced.module.graph.nodes:
+        if is_size(node) and any(i.name in late for i in node.all_input_nodes):
+            late.add(node.name)
+        if node.name in runs or (is_size(node) and node.name in late):
+            found.update(dict.fromkeys(i for i in node.all_input_nodes if is_size(i)))
+    return [node for node in found if node.name not in late]
+
+
+def _extract(
+    traced: Traced, handed: Sequence[str], sizes: list[fx.Node]
+) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """The two halves, and how many sizes the first hands to the second."""
     nodes = {n.name: n for n in traced.module.graph.nodes}
     options: dict[str, Any] = {
-        "saved_sym_nodes": [],
+        "saved_sym_nodes": sizes,  # torch adds to them what the shapes are made of
         "num_fwd_outputs": traced.num_outputs,
         "static_lifetime_input_nodes": None,
     }
-    return partitioners._extract_fwd_bwd_modules(
+    forward, backward = partitioners._extract_fwd_bwd_modules(
         traced.module,
         [nodes[name] for name in handed],
         **{name: value for name, value in options.items() if name in _EXTRACT_OPTIONS},
     )
+    return forward, backward, len(sizes)
 
 
 def _erase_backward(forward: fx.GraphModule, graph: JointGraph) -> None:
@@ -180,6 +199,9 @@ def _in_order(module: fx.GraphModule, order: Sequence[str]) -> fx.GraphModule:
     made: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node) -> None:
+        for size in node.all_input_nodes:
+            if is_size(size) and size not in made:
+                copy(size)
         made[node] = graph.node_copy(node, lambda n: made[n])
 
     for node in module.graph.nodes:
@@ -199,14 +221,15 @@ def _check(
     order: Sequence[str],
 ) -> None:
     """Make sure that what will run is what was decided."""
-    returned = _result_names(forward)[num_outputs:]
+    values = [v for v in _results(forward)[num_outputs:] if not is_size(v)]
+    returned = [v.name for v in values]
     assert sorted(returned) == sorted(handed), f"saves {returned} in the place of {handed}"
-    runs = [n.name for n in backward.graph.nodes if n.op == "call_function"]
+    runs = [n.name for n in backward.graph.nodes if n.op == "call_function" and not is_size(n)]
     assert runs == list(order), f"runs {runs} in the place of {order}"
 
 
 def _replay_random(
-    traced: Traced, forward: fx.GraphModule, backward: fx.GraphModule, again: set[str]
+    traced: Traced, forward: fx.GraphModule, backward: fx.GraphModule, again: set[str], sizes: int
 ) -> _Halves:
     """Let random operators that run twice draw the same numbers both times."""
     twice = [n for n in traced.module.graph.nodes if is_random(n) and n.name in again]
@@ -214,7 +237,7 @@ def _replay_random(
         return forward, backward
     for node in twice:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    return partitioners.functionalize_rng_ops(traced.module, forward, backward, 0)
+    return partitioners.functionalize_rng_ops(traced.module, forward, backward, sizes)
 
 
 def _forget_running_statistics(node: fx.Node) -> None:

@@ -21,12 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from memfit.errors import PlanFileError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.allocations import mark, record
-from memfit.runtime.compiled import (
-    CannotCapture,
-    CompiledSegments,
-    OtherGraph,
-    compiled_segments,
-)
+from memfit.runtime.choice import CannotCapture
+from memfit.runtime.compiled import CompiledSegments, compiled_segments
 
 Chooser = Callable[[JointGraph], Sequence[int] | None]
 
@@ -352,13 +348,19 @@ def test_a_smaller_batch_runs_by_the_plan_of_a_larger_one(segments: CompiledSegm
     assert_same(small.grad, again.grad)
 
 
-def test_a_batch_of_one_may_be_another_graph(segments: CompiledSegments) -> None:
-    """torch copies less when a size is 1: the caller must know, not get another plan."""
-    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_batch_of_one_may_be_another_graph(planned: bool, segments: CompiledSegments) -> None:
+    """torch copies less when a size is 1: everything is recomputed then, or kept if it was."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     segments(layer.forward, (_input(2, 6, 16),), {})
-    key = str(segments.last_key)
-    with pytest.raises(OtherGraph):
-        segments(layer.forward, (_input(1, 6, 16),), {}, key=key)
+    graph = segments.graphs[str(segments.last_key)]
+    saved = [graph.nodes[i].name for i in some(graph)] if planned else None
+    one, again = _input(1, 6, 16), None
+    again = one.detach().clone().requires_grad_()
+    segments(layer.forward, (one,), {}, key=graph.key, saved=saved).sum().backward()
+    layer(again).sum().backward()
+    assert_same(one.grad, again.grad)
+    assert len(segments.notes([graph.key])) == (1 if planned else 0)
 
 
 def test_a_plan_for_other_operators_is_refused(segments: CompiledSegments) -> None:

@@ -1,0 +1,38 @@
+"""What a compiled segment is to keep, and the ways in which that can fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.errors import MemfitError, PlanFileError
+
+
+class CannotCapture(MemfitError):
+    """A segment that cannot be run as one compiled graph; `reason` is one line."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class OtherGraph(PlanFileError):
+    """A segment that runs other operators than those it was planned for."""
+
+
+class OtherShape(MemfitError):
+    """A shape for which a segment runs other operators: torch copies less when a size is 1."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a segment keeps: a set of names of one graph structure, or what is kept unplanned.
+
+    `plain`: its operators run one by one, as they must to be timed. `symbolic`: one code for many
+    shapes. `least`: everything is recomputed that can be, whatever the structure.
+    """
+
+    plain: bool
+    structure: str | None = None
+    saved: tuple[str, ...] | None = None
+    symbolic: bool = False
+    least: bool = False
