@@ -155,25 +155,31 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("executor", ["module", "graph"])
 @pytest.mark.parametrize("kind", ["Stack", "ConvNet"])
 def test_distributed_data_parallel(
     zoo: SimpleNamespace,
     run_numbers: Callable[..., Any],
     assert_same: Callable[..., None],
     kind: str,
+    executor: str,
 ) -> None:
     def build() -> Workload:
         batch = zoo.images if kind == "ConvNet" else zoo.sequences
-        workload = zoo.workload(getattr(zoo, kind), batch)
+        workload = zoo.workload(getattr(zoo, kind), lambda: batch(16))
         wrapped = nn.parallel.DistributedDataParallel(workload.model)
         return replace(workload, model=wrapped)
 
     plain, planned = build(), build()
-    plan = _plan(planned)
+    profile = profile_workload(planned, rounds=1, executor=executor)
+    plan = make_plan(profile, Goal(strategy="all" if executor == "module" else "optimal"))
     assert all(not s.module.startswith("module.") for s in plan.segments)
+    how = "recompute" if executor == "module" else "partial"
+    assert any(s.decision == how for s in plan.segments)
     with memfit.apply(plan, planned.model) as applied:
         actual = run_numbers(planned, 3)
-        assert applied.router is not None and applied.router.engine.replays
+        assert applied.router is not None
+        assert executor == "graph" or applied.router.engine.replays
     assert_same(actual, run_numbers(plain, 3))
 
 
