@@ -16,6 +16,7 @@ from memfit.ir.result import Result
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.step import drop_gradients
 from memfit.runtime.apply import Applied
+from memfit.runtime.compiled import compiled_segments
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.workload import Workload
 
@@ -41,7 +42,7 @@ class Fitted:
         self._applied = applied
         self._replan = replan
         self._accumulate = accumulate
-        self._planned = [(workload.batch, applied)]
+        self._planned = [(workload.batch, applied, profile, result)]
         self._waiting = 0  # batches since the optimizer last stepped
         self._group = accumulate
 
@@ -49,6 +50,14 @@ class Fitted:
     def plan(self) -> Plan:
         """The plan at work."""
         return self._applied.plan
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What had to be done otherwise than planned since, for batches of other shapes."""
+        if self.plan.executor == "module":
+            return ()
+        graphs = {variant.graph for variant in self.plan.variants}
+        return tuple(compiled_segments(self.plan.executor).notes(graphs))
 
     def step(
         self,
@@ -144,12 +153,13 @@ class Fitted:
                 )
         if is_no_larger(batch, self.workload.batch):
             return
-        for planned_batch, applied in self._planned:
-            if is_no_larger(batch, planned_batch):
-                self._switch(planned_batch, applied)
+        for planned in self._planned:
+            if is_no_larger(batch, planned[0]):
+                self._switch(*planned)
                 return
         log.warning(
-            "the batch %s is larger than the planned one: planning again", batch_signature(batch)
+            "the batch %s is larger than what was planned for, or unlike it: planning again",
+            batch_signature(batch),
         )
         self._applied.undo()
         try:
@@ -157,12 +167,11 @@ class Fitted:
         except BaseException:  # a caller who goes on with smaller batches still has the plan
             self._applied.install()
             raise
-        self.profile, self.result = again.profile, again.result
-        self._applied = again._applied
-        self.workload.batch = batch
-        self._planned.append((batch, again._applied))
+        again.undo()
+        self._planned.append((batch, again._applied, again.profile, again.result))
+        self._switch(*self._planned[-1])
 
-    def _switch(self, batch: Any, applied: Applied) -> None:
+    def _switch(self, batch: Any, applied: Applied, profile: Profile, result: Result) -> None:
         self._applied.undo()
-        self._applied = applied.install()
+        self._applied, self.profile, self.result = applied.install(), profile, result
         self.workload.batch = batch

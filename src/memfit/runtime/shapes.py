@@ -49,7 +49,7 @@ class Shapes:
         choice: Choice,
         mutated_buffers: Sequence[str] = (),
     ) -> None:
-        self.notes: list[str] = []
+        self._notes: dict[str, str] = {}  # by what they are about
         self._segments, self._function, self._kind = segments, function, kind
         self._choice, self._mutated_buffers = choice, mutated_buffers
         self._programs: dict[Sizes, Program | None] = {}  # None: as the module does
@@ -72,7 +72,7 @@ class Shapes:
         try:
             result = program(module, args, kwargs)
         except CannotCapture as reason:  # its code changes from call to call
-            self._say(f"{reason}: it runs {self._module_words} from now on")
+            self._say("changing", f"{reason}: it runs {self._module_words} from now on")
             self._programs[sizes] = None
             return self._as_module(module, args, kwargs)
         self._check()
@@ -102,22 +102,24 @@ class Shapes:
                         f"the plan runs {self._kind} as one graph, which cannot be had: {reason}",
                         hint="the model or its inputs changed: make a new plan",
                     ) from reason
-                self._say(f"sizes {_text(sizes)}: {reason}")
+                self._say("symbols", f"inputs of many sizes such as {_text(sizes)}: {reason}")
                 continue
             finally:
                 if choice.symbolic:
                     self._symbolic_compilations += self._segments.compilations - before
             if choice.least:
                 self._say(
-                    f"{self._kind} runs other operators for sizes {_text(sizes)} than planned: "
-                    "it recomputes all it can"
+                    "operators",
+                    f"{self._kind} runs other operators than planned for inputs such as "
+                    f"{_text(sizes)}: it recomputes all it can there",
                 )
             self._static += not choice.symbolic
             self._programs[sizes] = program
             return result
         self._say(
-            f"{self._kind}: sizes {_text(sizes)} are past {SYMBOLIC_COMPILATIONS} compilations for "
-            f"many shapes: they run {self._module_words}"
+            "bound",
+            f"{self._kind} was compiled often enough, inputs such as {_text(sizes)} run "
+            f"{self._module_words}",
         )
         self._programs[sizes] = None
         return self._as_module(module, args, kwargs)
@@ -160,12 +162,19 @@ class Shapes:
         engine = Recompute([(0, 0)], {0: module}, {0: self._mutated_buffers})
         return engine(0, forward, args, kwargs)
 
-    def _say(self, note: str) -> None:
-        """Warn of something once; it stands in the notes too."""
+    @property
+    def notes(self) -> list[str]:
+        """What was done otherwise than planned, a line for each thing."""
+        return list(self._notes.values())
+
+    def _say(self, topic: str, note: str) -> None:
+        """Warn of something once; alike segments say it together."""
+        if topic in self._notes:
+            return
+        self._notes[topic] = note
         if note not in self._segments.said:
-            log.warning(note)
             self._segments.said.add(note)
-        self.notes.append(note)
+            log.warning(note)
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sizes:
