@@ -113,6 +113,12 @@ def build_workload() -> Callable[[str], Workload]:
 
 
 @pytest.fixture(scope="session")
+def profile_of() -> Callable[[str], Profile]:
+    """The profile of a target by the CPU's usual executor."""
+    return lambda target: _profiled(target, None).profile
+
+
+@pytest.fixture(scope="session")
 def every_profile() -> Iterator[Profiled]:
     """All the workloads with their profiles, one after the other."""
     return (_profiled(target, None) for target in WORKLOADS)
