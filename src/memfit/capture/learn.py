@@ -85,7 +85,9 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     """Measured over reckoned seconds that the plan's variants add to the step."""
     if profile.baseline is None:
         return 1.0
-    planned, unplanned = Applied(plan, workload.model), Applied(plan.unplanned(), workload.model)
+    # Giving pages back costs both steps when they run in turn: it is not what is asked here.
+    planned = Applied(replace(plan, trim=False), workload.model)
+    unplanned = Applied(plan.unplanned(), workload.model)
 
     def step(applied: Applied) -> None:
         with applied:
@@ -96,7 +98,8 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     with_plan, without = times["planned"], times["unplanned"]
     partial = [s for s in plan.segments if s.decision == "partial"]
     reckoned_s = profile.accumulate * sum(s.recompute_s for s in partial)
-    whole_s = max(plan.predicted.step_s - plan.baseline_step_s - reckoned_s, 0.0)
+    trim_s = profile.trim_s if plan.trim else 0.0
+    whole_s = max(plan.predicted.step_s - plan.baseline_step_s - reckoned_s - trim_s, 0.0)
     measured_s = with_plan.median_s - without.median_s - whole_s
     # A median of n samples is off by about 1.25 deviations / sqrt(n); spreads are 0.67 of one.
     error_s = 1.9 * math.hypot(with_plan.spread_s, without.spread_s) / math.sqrt(ROUNDS)
@@ -150,9 +153,10 @@ class Trace:
         """The variant that keeps `saved`, with its memory as traced."""
         given = frozenset(saved)
         outputs = {self.nodes.get(graph.nodes[n].name, -1) for n in graph.outputs}
-        forward, kept = _spans(self.forward, {})
+        forward, kept = _spans(self.forward, {}, 0)
         held = {a: number for a, number in kept.items() if a not in outputs}
-        backward, _ = _spans(self.backward, {a: forward[n] for a, n in held.items()})
+        there = {a: forward[n] for a, n in held.items()}
+        backward, _ = _spans(self.backward, there, len(forward))
         at_start = sum(span.bytes for span in backward if span.birth == -1)
         return Variant(
             saved=saved,
@@ -193,18 +197,19 @@ def read_traces(events: Sequence[Event], calls: set[int]) -> dict[int, Trace]:
 
 
 def _spans(
-    changes: Sequence[tuple[int, int]], there: dict[int, Span]
+    changes: Sequence[tuple[int, int]], there: dict[int, Span], first: int
 ) -> tuple[list[Span], dict[int, int]]:
     """Spans of a pass, and by address the numbers of those alive when it ends.
 
     `there` are those alive when it begins; other memory freed in the pass (a tangent) was, too.
+    New storages are numbered from `first` on, so that both passes together name each once.
     """
     spans = [Span(span.storage, span.bytes, -1, -1) for span in there.values()]
     alive = dict(zip(there, range(len(spans)), strict=True))
     for time, (address, size) in enumerate(changes):
         if size > 0:
             alive[address] = len(spans)
-            spans.append(Span(len(spans), size, time, -1))
+            spans.append(Span(first + len(spans), size, time, -1))
         elif address in alive:
             number = alive.pop(address)
             spans[number] = replace(spans[number], death=time)

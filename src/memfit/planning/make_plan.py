@@ -148,18 +148,19 @@ def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | No
 
 
 def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
-    """Ask the strategy, with and without trimming where the allocator's placement matters."""
+    """Ask the strategy; where the allocator's placement matters for less, or to trim."""
     strategy = STRATEGIES[goal.strategy]
     request = Request(target, limit_s, goal.interval, goal.time_limit_s)
     first = strategy(simulator, request)
     if first is None or target is None or _holds(simulator, first, target):
         return first
-    options = [first]
+    # Pages given back must be mapped again, and how long that takes varies: only where nothing
+    # else holds.
     for trim in (False, True):
         found = _tightened(simulator, strategy, request, replace(first, trim=trim))
         if _holds(simulator, found, target):
-            options.append(found)
-    return min(options[1:] or options, key=lambda choice: _seconds(simulator, choice))
+            return found
+    return first
 
 
 def _tightened(

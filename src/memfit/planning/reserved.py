@@ -47,6 +47,7 @@ def reserved_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False
                 large.trim()
         elif size > 0:
             segment = small if size <= SMALL_REQUEST else large
+            assert key not in places, f"{key} is there already"
             places[key] = (segment, segment.take(size))
             highest = max(highest, small.mapped + large.mapped)
         elif size < 0:

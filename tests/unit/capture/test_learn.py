@@ -69,3 +69,18 @@ def test_a_plan_that_ran_is_taken_again_where_it_is_about_as_good(
     # A plan for less memory than is there now does not stand in the way of a faster one.
     roomy = make_plan(profile, Goal(budget_bytes=peak), known=plan)
     assert roomy.predicted.step_s == profile.step_s
+
+
+def test_storages_of_both_passes_have_numbers_of_their_own(workload: memfit.Workload) -> None:
+    """A gradient that had the number of a kept tensor was taken for it when placing memory."""
+    profile = memfit.profile(workload, executor="graph")
+    peak, static = Simulator(profile).peak_bytes([]), profile.graph.fixed_bytes
+    plan = make_plan(profile, Goal(budget_bytes=int(static + 0.5 * (peak - static))))
+    learned = learn_variants(workload, profile, plan)
+    assert learned is not None
+    for known in learned.known:
+        for variant in known.variants:
+            made = [s.storage for s in variant.forward if s.storage >= 0]
+            later = [s.storage for s in variant.backward if s.storage >= 0 and s.birth >= 0]
+            assert len(set(made)) == len(made) and len(set(later)) == len(later)
+            assert not set(made) & set(later)
