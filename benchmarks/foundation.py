@@ -221,6 +221,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
         "held under the cap.",
+        *(("", report["note"]) if "note" in report else ()),
         "",
         "| workload | budget | predicted peak | measured peak | reserved | retries "
         "| time / plain (predicted) | A/A | bitwise |",
