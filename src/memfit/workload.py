@@ -25,6 +25,19 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         model = inner
 
 
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """UsageError when torch.compile stands around a module: a plan inside it would be compiled."""
+    for name, module in model.named_modules():
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        own = module.__dict__.get("forward")
+        if compiled or hasattr(own, "_torchdynamo_orig_callable"):
+            raise UsageError(
+                f"{name or 'the model'} was given to torch.compile, where no plan can be at work",
+                hint="give the model as it was before: memfit compiles its segments by itself "
+                '(executor="inductor")',
+            )
+
+
 @dataclass
 class Workload:
     """A training step to fit: `loss_fn(model, batch)` gives a scalar loss that `optimizer` lowers.

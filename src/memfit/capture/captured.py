@@ -12,11 +12,14 @@ import torch
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.ir.joint_graph import JointGraph
-from memfit.measure.step import explained_errors
+from memfit.measure.step import explained_errors, is_out_of_memory
 from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
 from memfit.runtime.choice import CannotCapture
 from memfit.runtime.compiled import CompiledSegments, compiled_segments
 from memfit.workload import Workload
+
+# The first compiles; a module that fills a cache when it first runs is compiled in the second too.
+_MOST_FORWARDS = 3
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class Captured:
 
 
 def capture_segments(workload: Workload, segments: tuple[Segment, ...], executor: str) -> Captured:
-    """Compile every segment by itself in one forward that keeps nothing, and time its operators."""
+    """Compile every segment by itself in forwards that keep nothing, and time its operators.
+
+    The last forward must compile nothing: what it still compiles changes from call to call.
+    """
     if executor == "module":
         return Captured(segments)
     engine = _Capture(segments, compiled_segments(executor))
@@ -72,7 +78,12 @@ def capture_segments(workload: Workload, segments: tuple[Segment, ...], executor
         dropped_saved_tensors(lambda tensor: None),
         engine.compiled.measuring(),
     ):
-        workload.compute_loss()
+        for _ in range(_MOST_FORWARDS):
+            engine.changing.clear()
+            workload.compute_loss()
+            if not engine.changing:
+                break
+    engine.give_up_changing()
     return Captured(segments, engine.compiled, engine.keys, engine.reasons)
 
 
@@ -85,6 +96,7 @@ class _Capture:
         self.segments, self.compiled = segments, compiled
         self.keys: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
+        self.changing: dict[int, str] = {}  # calls that were compiled, with the module's class
 
     def begin(self) -> None: ...
 
@@ -92,18 +104,38 @@ class _Capture:
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         segment = self.segments[index]
-        if segment.visit.leaf:  # a single layer: there is nothing inside to plan
+        if segment.visit.leaf or index in self.reasons:  # a single layer has nothing to plan
             return forward(*args, **kwargs)
         if segment.pinned:
             self.reasons[index] = segment.pinned
             return forward(*args, **kwargs)
+        before = self.compiled.compilations
         try:
             output = self.compiled(forward, args, kwargs)
         except CannotCapture as reason:
             self.reasons[index] = str(reason)
             return forward(*args, **kwargs)
+        except RuntimeError as error:  # torch traced a layout that its operator does not give
+            if is_out_of_memory(error):
+                raise
+            output = forward(*args, **kwargs)  # unless the model itself is wrong
+            line = str(error).strip().partition("\n")[0]
+            self.reasons[index] = f"{segment.visit.kind}: its compiled code fails: {line}"
+            return output
+        if self.compiled.compilations > before:
+            self.changing[index] = segment.visit.kind
         if self.compiled.last_key is None:
             self.reasons[index] = "it needs no gradient"
         else:
             self.keys[index] = self.compiled.last_key
         return output
+
+    def give_up_changing(self) -> None:
+        """Let the calls run as their modules do that every forward compiled."""
+        for index, kind in self.changing.items():
+            self.keys.pop(index, None)
+            self.reasons.setdefault(
+                index,
+                f"{kind}: it is compiled again at each call: "
+                "its code reads a value that changes from call to call",
+            )

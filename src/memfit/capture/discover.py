@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors
 from memfit.runtime.calls import Forward, replaced_forward
 from memfit.runtime.recompute import is_statistics_norm
@@ -70,7 +71,7 @@ class _Watch:
         self._serials: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._next = 0
         static = [*self.model.parameters(), *self.model.buffers(), *workload.batch_tensors()]
-        self._static = {StorageWeakRef(t.untyped_storage()) for t in static}
+        self._static = {StorageWeakRef(s) for t in static for s in storages_of(t)}
         self._recent: tuple[Visit, list[tuple[torch.Tensor, int]]] | None = None
 
     def serial(self, tensor: torch.Tensor) -> int:
@@ -80,15 +81,15 @@ class _Watch:
         return int(self._serials[tensor])
 
     def pack(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = StorageWeakRef(storage)
         self.packs += 1
-        if key in self._static:
-            return
-        for visit in self.stack:
-            if key not in visit.storages:
-                visit.storages.add(key)
-                visit.saved_bytes += storage.nbytes()
+        for storage in storages_of(tensor):
+            key = StorageWeakRef(storage)
+            if key in self._static:
+                continue
+            for visit in self.stack:
+                if key not in visit.storages:
+                    visit.storages.add(key)
+                    visit.saved_bytes += storage.nbytes()
 
     def wrap(self, name: str, module: torch.nn.Module, forward: Forward) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from memfit.measure.memory import static_bytes
 from memfit.measure.step import explained_errors, run_step, untouched
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.signature import describe, model_signature
-from memfit.workload import Workload
+from memfit.workload import Workload, refuse_compiled
 
 Progress = Callable[[str], None]
 
@@ -35,6 +35,7 @@ def profile_workload(
 ) -> Profile:
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards."""
     say = progress or (lambda text: None)
+    refuse_compiled(workload.model)
     with untouched(workload):
         say("finding segments")
         found, inplace = find_segments(workload, segments)

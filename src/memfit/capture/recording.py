@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.capture.captured import Captured
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.measure.allocations import Event, mark, record
+from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors, run_step
 from memfit.runtime.calls import Forward, routed
 from memfit.runtime.compiled import CompiledSegments
@@ -214,4 +215,4 @@ class _Marks:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return storages_of(tensor)[0].data_ptr()

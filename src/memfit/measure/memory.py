@@ -25,6 +25,18 @@ class Peak:
     retries: int = 0
 
 
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The memory behind a tensor: that of its values first, for a sparse one of its indices too."""
+    parts = [tensor]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._values(), tensor._indices()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [part.untyped_storage() for part in parts]
+
+
 def static_bytes(workload: Workload) -> dict[str, int]:
     """Bytes there before a step, by category. Each storage counts once, in the first that has it.
 
@@ -87,10 +99,10 @@ def _unique_bytes(tensors: Iterable[Any], device: torch.device, seen: set[int]) 
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.device != device:
             continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += _rounded(storage.nbytes(), device)
+        for storage in storages_of(tensor):
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                total += _rounded(storage.nbytes(), device)
     return total
 
 

@@ -15,7 +15,7 @@ from memfit.runtime.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature
-from memfit.workload import unwrap
+from memfit.workload import refuse_compiled, unwrap
 
 
 class Applied:
@@ -95,7 +95,8 @@ def plan_code(plan: Plan) -> dict[int, Wrap]:
 
 
 def check_plan(plan: Plan, model: torch.nn.Module) -> None:
-    """Refuse a plan that was made for another model or another torch."""
+    """Refuse a plan that was made for another model or another torch, and a compiled model."""
+    refuse_compiled(model)
     if plan.fingerprint != model_signature(model):
         here = f"{type(unwrap(model)).__name__}"
         raise PlanFileError(

@@ -379,6 +379,8 @@ def _text(error: BaseException) -> str:
     """One line that says what went wrong: dynamo's title, or what the user's own code raised."""
     lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines()]
     title = next((line for line in lines if line), type(error).__name__)
+    if any("Could not guard on data-dependent expression" in line for line in lines):
+        return "it branches on the value of a tensor"
     for line in lines:
         _, raised, exception = line.partition("raised exception ")
         _, got, failure = line.partition(": got ")

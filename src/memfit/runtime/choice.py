@@ -23,6 +23,14 @@ class OtherShape(MemfitError):
     """A shape for which a segment runs other operators: torch copies less when a size is 1."""
 
 
+def no_graph(reason: CannotCapture) -> OtherGraph:
+    """The error of a segment that was planned as a graph and is none now."""
+    return OtherGraph(
+        f"the plan runs a segment as one graph, which cannot be had: {reason}",
+        hint="the model or its inputs changed: make a new plan",
+    )
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a segment keeps: a set of names of one graph structure, or what is kept unplanned.

@@ -18,7 +18,7 @@ import torch
 
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import NodeCost
-from memfit.runtime.choice import CannotCapture, Choice, OtherGraph, OtherShape
+from memfit.runtime.choice import CannotCapture, Choice, OtherGraph, OtherShape, no_graph
 from memfit.runtime.joint import input_shapes, names_in, structure_of
 from memfit.runtime.shapes import Shapes
 
@@ -96,7 +96,7 @@ class CompiledSegments:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal planned
-            module, function = _bound(forward)
+            module, function = _bound(forward, planned=key is not None)
             if key is None or (self._measuring and names is None):
                 return self._unplanned(function, module, key, args, kwargs)
             if planned is None:
@@ -248,10 +248,11 @@ class CompiledSegments:
         return shapes
 
 
-def _bound(forward: Forward) -> tuple[torch.nn.Module, Forward]:
+def _bound(forward: Forward, planned: bool) -> tuple[torch.nn.Module, Forward]:
     """The module and the plain function behind a bound forward."""
     module, function = getattr(forward, "__self__", None), getattr(forward, "__func__", None)
     if not isinstance(module, torch.nn.Module) or not isinstance(function, FunctionType):
         name = getattr(forward, "__qualname__", type(forward).__name__)
-        raise CannotCapture(f"the forward is no method of a module: {name}")
+        reason = CannotCapture(f"the forward is no method of a module: {name}")
+        raise no_graph(reason) if planned else reason
     return module, function

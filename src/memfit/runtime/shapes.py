@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.runtime.choice import CannotCapture, Choice, OtherGraph, OtherShape
+from memfit.runtime.choice import CannotCapture, Choice, OtherShape, no_graph
 from memfit.runtime.recompute import Recompute
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ class Shapes:
                 continue
             except CannotCapture as reason:
                 if not self._programs:
-                    raise OtherGraph(
-                        f"the plan runs {self._kind} as one graph, which cannot be had: {reason}",
-                        hint="the model or its inputs changed: make a new plan",
-                    ) from reason
+                    raise no_graph(reason) from reason
                 self._say("symbols", f"inputs of many sizes such as {_text(sizes)}: {reason}")
                 continue
             finally:
