@@ -208,6 +208,27 @@ def test_dropout_and_batch_norm_with_and_without_symbolic_code(
     segments.close()
 
 
+@pytest.mark.slow
+def test_inductor_runs_many_shapes_by_one_code(zoo: SimpleNamespace) -> None:
+    torch.manual_seed(0)
+    segments, block = CompiledSegments("inductor"), zoo.Block(dropout=0.0)
+    with segments.measuring():
+        segments(block.forward, (torch.randn(6, 4, 16, requires_grad=True),), {})
+    graph = segments.graphs[str(segments.last_key)]
+    saved = [n.name for n in graph.nodes if n.role == "input" and n.can_save]
+    run = segments.bind(block.forward, key=graph.key, saved=saved)
+    compiled = []
+    for length in (6, 5, 4, 3, 2):
+        x = torch.randn(length, 4, 16, requires_grad=True)
+        twin, before = x.detach().clone().requires_grad_(), segments.compilations
+        run(x).square().sum().backward()
+        block(twin).square().sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad)
+        compiled.append(segments.compilations - before)
+    assert compiled == [1, 1, 1, 0, 0] and segments.notes([graph.key]) == []
+    segments.close()
+
+
 def test_another_mode_is_no_other_shape() -> None:
     """The planned shape with other operators is another model: refused, not guessed."""
     segments = CompiledSegments("graph")

@@ -69,12 +69,15 @@ class Shapes:
             return self._first(sizes, module, args, kwargs)
         if program is None:
             return self._as_module(module, args, kwargs)
+        before = self._segments.compilations
         try:
             result = program(module, args, kwargs)
         except CannotCapture as reason:  # its code changes from call to call
             self._say("changing", f"{reason}: it runs {self._module_words} from now on")
             self._programs[sizes] = None
             return self._as_module(module, args, kwargs)
+        if program.choice.symbolic:
+            self._symbolic_compilations += self._segments.compilations - before
         self._check()
         return result
 

@@ -23,6 +23,7 @@ from memfit.ir.joint_graph import JointGraph
 from memfit.measure.allocations import mark, record
 from memfit.runtime.choice import CannotCapture
 from memfit.runtime.compiled import CompiledSegments, compiled_segments
+from memfit.runtime.joint import input_shapes
 
 Chooser = Callable[[JointGraph], Sequence[int] | None]
 
@@ -629,6 +630,21 @@ def test_dropout_masks_are_the_same_after_measuring(segments: CompiledSegments) 
 
 def test_a_process_shares_its_compiled_code() -> None:
     assert compiled_segments("graph") is compiled_segments("graph")
+
+
+def test_a_module_that_ran_is_compiled_again_with_the_right_settings(
+    segments: CompiledSegments,
+) -> None:
+    """Settings change only to compile: dynamo's limit of 8 must not count, nor stay changed."""
+    block = Block(dropout=0.0)
+    before = dict(torch._dynamo.config.get_config_copy())
+    for rows in range(2, 14):
+        x = _input(rows, 6, 16)
+        assert_same(segments(block.forward, (x,), {}), block(x))
+        graph = segments.graphs[str(segments.last_key)]
+        assert input_shapes(graph) == [f"float32[{rows}, 6, 16]"]
+    assert segments.compilations == 12
+    assert torch._dynamo.config.get_config_copy() == before
 
 
 @pytest.mark.slow
