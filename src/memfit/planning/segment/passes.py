@@ -7,7 +7,7 @@ copies. Limits: sizes are the graph's, so what an allocator adds by fragmentatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from memfit.ir.joint_graph import INPUT_ROLES, JointGraph, Span, Variant
@@ -18,15 +18,21 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     kept = frozenset(n for n in saved if graph.nodes[n].role != "parameter")
     again = graph.recomputed(kept)
     forward_order, backward_order = graph.forward_order(kept), graph.backward_order(kept)
-    forward = _forward_spans(graph, kept, forward_order)
-    backward = _backward_spans(graph, kept, backward_order)
+    states = {n: graph.nodes[n].state_bytes for n in again if graph.nodes[n].state_bytes}
+    forward = (
+        *_forward_spans(graph, kept, forward_order),
+        *(Span(-1, states[n], i, -1) for i, n in enumerate(forward_order) if n in states),
+    )
+    backward = (
+        *_backward_spans(graph, kept, backward_order),
+        *_restored_states(backward_order, states),
+    )
     at_start = sum(span.bytes for span in backward if span.birth < 0)
     own = {s for s in saved_storages(graph, kept) if not _at_boundary(graph, s)}
     return Variant(
         saved=tuple(sorted(kept)),
         recomputed=again,
-        held_bytes=storage_bytes(graph, own)
-        + sum(graph.nodes[n].state_bytes for n in again if graph.nodes[n].random),
+        held_bytes=storage_bytes(graph, own) + sum(states.values()),
         seconds=sum(graph.again_seconds[n] for n in again),
         forward_peak_bytes=_peak_bytes(forward, len(forward_order)),
         backward_peak_bytes=max(0, _peak_bytes(backward, len(backward_order)) - at_start),
@@ -70,6 +76,15 @@ def _backward_spans(
     memory.run(order)
     # Others may hold an output too: it does not go when this segment lets go of it.
     return memory.spans(stay=graph.gradients, constant=graph.output_storages)
+
+
+def _restored_states(order: Sequence[int], states: Mapping[int, int]) -> Iterator[Span]:
+    """Spans of the generator states that recomputed random nodes draw from, let go when used; the
+    state the generator has meanwhile is put aside for that moment."""
+    for step, node in enumerate(order):
+        if node in states:
+            yield Span(-1, states[node], -1, step + 1)
+            yield Span(-1, states[node], step, step + 1)
 
 
 class _Memory:

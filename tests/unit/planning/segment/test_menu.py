@@ -147,8 +147,16 @@ def _interpret_backward(graph: JointGraph, saved: frozenset[int]) -> tuple[int, 
     first = [n for n, node in enumerate(graph.nodes) if n in saved or node.role == "tangent"]
     start = {n: [memory[s] for s in graph.nodes[n].storages] for n in first}
     there = {id(m): m[1] for held in start.values() for m in held}
-    order = graph.backward_order(saved)
-    return sum(there.values()), _interpret(graph, order, start, graph.gradients)
+    order, states = graph.backward_order(saved), _states(graph, saved)
+    curve = _interpret(graph, order, start, graph.gradients)
+    for step, node in enumerate(order):  # states not put back yet, and what that puts aside
+        curve[step] += sum(states.get(n, 0) for n in order[step:]) + states.get(node, 0)
+    return sum(there.values()) + sum(states.values()), curve
+
+
+def _states(graph: JointGraph, saved: frozenset[int]) -> dict[int, int]:
+    """Bytes of the generator states of random nodes that are run again."""
+    return {n: graph.nodes[n].state_bytes for n in graph.recomputed(saved)}
 
 
 def _curve(spans: Sequence[Span], steps: int) -> list[int]:
@@ -213,6 +221,9 @@ def test_passes_are_the_interpreters(data: st.DataObject, graph: JointGraph) -> 
     variant = variant_of(graph, saved)
     order = graph.forward_order(saved)
     forward = _interpret(graph, order, {}, saved | set(graph.outputs))
+    states = _states(graph, saved)
+    for step in range(len(order)):  # generator states taken so far
+        forward[step] += sum(states.get(n, 0) for n in order[: step + 1])
     assert _curve(variant.forward, len(order)) == forward
     assert variant.forward_peak_bytes == max(forward, default=0)
     start, backward = _interpret_backward(graph, saved)
