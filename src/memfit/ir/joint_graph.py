@@ -186,7 +186,7 @@ class Span:
     Birth -1: there when the pass begins. Death -1: still there when it ends.
     """
 
-    storage: int  # -1: workspace of an operator
+    storage: int  # -1: workspace of an operator; past the graph's own: a generator's state
     bytes: int
     birth: int
     death: int

@@ -21,11 +21,11 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     states = {n: graph.nodes[n].state_bytes for n in again if graph.nodes[n].state_bytes}
     forward = (
         *_forward_spans(graph, kept, forward_order),
-        *(Span(-1, states[n], i, -1) for i, n in enumerate(forward_order) if n in states),
+        *_taken_states(graph, forward_order, states),
     )
     backward = (
         *_backward_spans(graph, kept, backward_order),
-        *_restored_states(backward_order, states),
+        *_restored_states(graph, backward_order, states),
     )
     at_start = sum(span.bytes for span in backward if span.birth < 0)
     own = {s for s in saved_storages(graph, kept) if not _at_boundary(graph, s)}
@@ -78,12 +78,23 @@ def _backward_spans(
     return memory.spans(stay=graph.gradients, constant=graph.output_storages)
 
 
-def _restored_states(order: Sequence[int], states: Mapping[int, int]) -> Iterator[Span]:
-    """Spans of the generator states that recomputed random nodes draw from, let go when used; the
-    state the generator has meanwhile is put aside for that moment."""
+def _taken_states(
+    graph: JointGraph, order: Sequence[int], states: Mapping[int, int]
+) -> Iterator[Span]:
+    """Spans of the generator states that random nodes take in forward, to be run again with."""
     for step, node in enumerate(order):
         if node in states:
-            yield Span(-1, states[node], -1, step + 1)
+            yield Span(len(graph.storages) + node, states[node], step, -1)
+
+
+def _restored_states(
+    graph: JointGraph, order: Sequence[int], states: Mapping[int, int]
+) -> Iterator[Span]:
+    """Spans of the same states in backward, let go when used; the state that the generator has
+    then is put aside for that moment."""
+    for step, node in enumerate(order):
+        if node in states:
+            yield Span(len(graph.storages) + node, states[node], -1, step + 1)
             yield Span(-1, states[node], step, step + 1)
 
 

@@ -101,10 +101,11 @@ def test_a_generators_state_counts_in_the_peaks_where_it_is_taken_and_put_back()
     kept, again = variant_of(graph, (X, A, B)), variant_of(graph, (X, A))
     assert kept == variant_of(plain, (X, A, B))
     # b is the forward's second step, and the first that the backward runs.
-    assert Span(-1, 16, 1, -1) in again.forward
+    state = len(graph.storages) + B
+    assert Span(state, 16, 1, -1) in again.forward
     assert again.forward_peak_bytes == variant_of(plain, (X, A)).forward_peak_bytes + 16
-    there, aside = Span(-1, 16, -1, 1), Span(-1, 16, 0, 1)
-    assert [s for s in again.backward if s.storage == -1] == [there, aside]
+    assert Span(state, 16, -1, 1) in again.backward
+    assert Span(-1, 16, 0, 1) in again.backward  # what the generator had meanwhile
 
 
 def test_a_view_keeps_its_base_and_saving_it_holds_the_base() -> None:
