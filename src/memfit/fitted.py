@@ -16,7 +16,7 @@ from memfit.ir.result import Result
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.step import drop_gradients
 from memfit.runtime.apply import Applied
-from memfit.runtime.compiled import compiled_segments
+from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.workload import Workload
 

@@ -18,7 +18,7 @@ from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
 from memfit.runtime.apply import Applied, plan_code, plan_engine
 from memfit.runtime.calls import Forward, Route, routed
-from memfit.runtime.compiled import compiled_segments
+from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.workload import Workload

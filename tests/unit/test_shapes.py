@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import memfit
 from memfit.measure.memory import measure_peak
-from memfit.runtime import shapes
-from memfit.runtime.choice import OtherGraph
-from memfit.runtime.compiled import CompiledSegments, compiled_segments
-from memfit.runtime.shapes import STATIC_SHAPES, SYMBOLIC_COMPILATIONS, sizes_of
+from memfit.runtime.compile import shapes
+from memfit.runtime.compile.choice import OtherGraph
+from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
+from memfit.runtime.compile.shapes import STATIC_SHAPES, SYMBOLIC_COMPILATIONS, sizes_of
 from memfit.workload import Workload
 
 ROWS, LENGTH, WORDS = 4, 48, 50

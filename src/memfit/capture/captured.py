@@ -14,8 +14,8 @@ from memfit.capture.segments import Segment
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.step import explained_errors, is_out_of_memory
 from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
-from memfit.runtime.choice import CannotCapture
-from memfit.runtime.compiled import CompiledSegments, compiled_segments
+from memfit.runtime.compile.choice import CannotCapture
+from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
 from memfit.workload import Workload
 
 # The first compiles; a module that fills a cache when it first runs is compiled in the second too.

@@ -22,7 +22,7 @@ from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, unto
 from memfit.measure.timing import time_interleaved
 from memfit.runtime.apply import Applied, plan_code, plan_engine
 from memfit.runtime.calls import Route, routed
-from memfit.runtime.compiled import compiled_segments
+from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.workload import Workload
 

@@ -21,7 +21,7 @@ from memfit.measure.allocations import Event, mark, record
 from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors, run_step
 from memfit.runtime.calls import Forward, routed
-from memfit.runtime.compiled import CompiledSegments
+from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.recompute import Recompute
 from memfit.workload import Workload
 

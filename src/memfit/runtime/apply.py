@@ -11,7 +11,7 @@ import torch
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
 from memfit.runtime.calls import Route, Router, Wrap, named_modules
-from memfit.runtime.compiled import compiled_segments
+from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature

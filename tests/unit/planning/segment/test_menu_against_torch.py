@@ -36,9 +36,9 @@ from memfit.planning.segment.capped import CappedProgram
 from memfit.planning.segment.menu import MAX_VARIANTS, menu_of
 from memfit.planning.segment.mincut import Choices
 from memfit.planning.segment.passes import total_bytes, variant_of
-from memfit.runtime import partition
-from memfit.runtime.compiled import CompiledSegments
-from memfit.runtime.joint import Traced
+from memfit.runtime.compile import partition
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.joint import Traced
 
 SHARES = tuple(share / 10 for share in range(10, -1, -1))
 ATTENTIONS = ("eager", pytest.param("sdpa", marks=pytest.mark.slow))

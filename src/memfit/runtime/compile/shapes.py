@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memfit.runtime.choice import CannotCapture, Choice, OtherShape, no_graph
+from memfit.runtime.compile.choice import CannotCapture, Choice, OtherShape, no_graph
 from memfit.runtime.recompute import Recompute
 
 if TYPE_CHECKING:
-    from memfit.runtime.backend import Program
-    from memfit.runtime.compiled import CompiledSegments
+    from memfit.runtime.compile.backend import Program
+    from memfit.runtime.compile.compiled import CompiledSegments
 
 log = logging.getLogger(__name__)
 

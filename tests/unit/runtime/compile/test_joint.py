@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.ir.joint_graph import JointGraph, Node
-from memfit.runtime.compiled import CompiledSegments
-from memfit.runtime.joint import is_random, read_by_backward, structure_of
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.joint import is_random, read_by_backward, structure_of
 
 
 def graph_of(module: nn.Module, *args: Any, executor: str = "graph") -> JointGraph:
@@ -172,7 +172,7 @@ def test_parts_of_a_view_are_views() -> None:
 
 
 def test_storages_are_rounded_on_cuda_only() -> None:
-    from memfit.runtime.joint import _round
+    from memfit.runtime.compile.joint import _round
 
     assert _round(100, torch.device("cpu")) == 100
     assert [_round(n, torch.device("cuda")) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from memfit.errors import PlanFileError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.allocations import mark, record
-from memfit.runtime.choice import CannotCapture
-from memfit.runtime.compiled import CompiledSegments, compiled_segments
-from memfit.runtime.joint import input_shapes
+from memfit.runtime.compile.choice import CannotCapture
+from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
+from memfit.runtime.compile.joint import input_shapes
 
 Chooser = Callable[[JointGraph], Sequence[int] | None]
 

@@ -18,12 +18,12 @@ import torch
 
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import NodeCost
-from memfit.runtime.choice import CannotCapture, Choice, OtherGraph, OtherShape, no_graph
-from memfit.runtime.joint import input_shapes, names_in, structure_of
-from memfit.runtime.shapes import Shapes
+from memfit.runtime.compile.choice import CannotCapture, Choice, OtherGraph, OtherShape, no_graph
+from memfit.runtime.compile.joint import input_shapes, names_in, structure_of
+from memfit.runtime.compile.shapes import Shapes
 
 if TYPE_CHECKING:
-    from memfit.runtime.backend import Program
+    from memfit.runtime.compile.backend import Program
 
 EXECUTORS = ("graph", "inductor")
 
@@ -209,7 +209,7 @@ class CompiledSegments:
         shared = choice if choice.saved is not None else replace(choice, structure=None)
         program = self._programs.get((function, shared))
         if program is None:
-            from memfit.runtime.backend import Program  # loads dynamo, which takes seconds
+            from memfit.runtime.compile.backend import Program  # loads dynamo, which takes seconds
 
             program = Program(self, function, kind, shared)
             self._programs[function, shared] = program

@@ -20,7 +20,13 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.ir.joint_graph import JointGraph
-from memfit.runtime.joint import Traced, is_random, is_size, is_training_batch_norm, output_node
+from memfit.runtime.compile.joint import (
+    Traced,
+    is_random,
+    is_size,
+    is_training_batch_norm,
+    output_node,
+)
 
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats

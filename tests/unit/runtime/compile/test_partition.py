@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from memfit.ir.joint_graph import JointGraph
-from memfit.runtime import partition
-from memfit.runtime.compiled import CompiledSegments
-from memfit.runtime.joint import Traced
+from memfit.runtime.compile import partition
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.joint import Traced
 
 
 class Block(nn.Module):

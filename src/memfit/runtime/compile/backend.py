@@ -31,10 +31,10 @@ from torch.fx.graph import _BoxedCodeGen
 from memfit.errors import MemfitError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
-from memfit.runtime import partition
-from memfit.runtime.choice import CannotCapture, Choice
-from memfit.runtime.compiled import CompiledSegments
-from memfit.runtime.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
+from memfit.runtime.compile import partition
+from memfit.runtime.compile.choice import CannotCapture, Choice
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
 from memfit.runtime.random_state import RandomState
 
 _UNLIMITED = 1_000_000
