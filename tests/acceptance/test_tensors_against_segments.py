@@ -26,9 +26,9 @@ SHARES = (0.9, 0.75, 0.5, 0.35, 0.2)
 GAP, TRADED = 1e-2, 1e-3
 # Medians of interleaved steps on a machine that does other things too.
 NOISE, ATTEMPTS = 1.05, 3
-# Its layers, run again whole, need in their backward what a replay needs, and the last one's
-# backward is the peak: whatever else they keep stands there too.
-AS_LOW = ("encoder",)
+# Their layers, run again whole, need in their backward what a replay needs, and the first layer's
+# backward is the peak: what the others keep to need less stands there too.
+AS_LOW = ("encoder", "transformers:bert-base")
 
 
 class _Planner:
