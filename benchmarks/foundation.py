@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import MIB, heading, load_report
 from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import InfeasibleError
 from memfit.ir.profile import Profile
-from memfit.measure.device import device_facts
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.measure.timing import time_interleaved
@@ -38,7 +37,6 @@ from memfit.runtime.calls import replaced_forward
 from memfit.targets import resolve_target
 from memfit.workload import Workload
 
-MIB = 2**20
 SHARES = (0.75, 0.5, 0.35)
 WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet50@64": ("torchvision:resnet50", {"batch": 64}),
@@ -66,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    report = _load(arguments.output)
+    report = load_report(arguments.output, "workloads", "reductions")
     names = arguments.only or [*WORKLOADS, *REDUCTIONS]
 
     def save() -> None:
@@ -212,17 +210,8 @@ def reduce_activations(name: str, steps: int) -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     """All rows as Markdown tables."""
-    machine = report["machine"]
     lines = [
-        "# Foundation: budgets, predictions and plain checkpointing",
-        "",
-        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
-        f"Python {machine['python']}. Command: `{report['command']}`",
-        "",
-        "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
-        "held under the cap.",
-        *(("", report["note"]) if "note" in report else ()),
-        "",
+        *heading("Foundation: budgets, predictions and plain checkpointing", report),
         "| workload | budget | predicted peak | measured peak | reserved | retries "
         "| time / plain (predicted) | A/A | bitwise |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -322,25 +311,6 @@ def _checkpointed(model: torch.nn.Module, names: list[str]) -> Iterator[None]:
 def _steady_peak(workload: Workload, step: Callable[[], None]) -> int:
     step()
     return measure_peak(workload, step).bytes
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if path.exists():
-        report: dict[str, Any] = json.loads(path.read_text())
-        return report
-    facts = device_facts(torch.device("cuda", 0))
-    return {
-        "machine": {
-            "gpu": facts.name,
-            "driver": facts.driver,
-            "torch": facts.torch,
-            "python": platform.python_version(),
-            "memfit": memfit.__version__,
-        },
-        "command": "PYTHONPATH=src python3 benchmarks/foundation.py",
-        "workloads": {},
-        "reductions": {},
-    }
 
 
 if __name__ == "__main__":

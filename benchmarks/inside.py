@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from common import MIB, heading, load_report
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,6 @@ import memfit
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
-from memfit.measure.device import device_facts
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.measure.timing import time_interleaved
@@ -38,7 +37,6 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
 from memfit.targets import resolve_target
 
-MIB = 2**20
 SHARES = (0.8, 0.6, 0.5, 0.4)
 WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "gpt2-large@8x1024 bf16": (
@@ -52,7 +50,6 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "resnet152@64": ("torchvision:resnet152", {"batch": 64}, ()),
 }
 Step = Callable[[], Any]
-System = tuple[AbstractContextManager[Any] | None, Step]
 
 
 def main() -> None:
@@ -68,7 +65,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    report = _load(arguments.output)
+    report = load_report(arguments.output, "workloads")
 
     def save() -> None:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
@@ -286,17 +283,9 @@ def _fit_row(fitted: memfit.Fitted) -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     """All rows as Markdown tables."""
-    machine = report["machine"]
+    title = "Inside the segment: per-tensor plans beside torch.compile and checkpointing"
     lines = [
-        "# Inside the segment: per-tensor plans beside torch.compile and checkpointing",
-        "",
-        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
-        f"Python {machine['python']}. Command: `{report['command']}`",
-        "",
-        "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
-        "held under the cap.",
-        *(("", report["note"]) if "note" in report else ()),
-        "",
+        *heading(title, report),
         "| workload | budget | predicted peak | measured peak | reserved | retries "
         "| time / unplanned (predicted) | A/A | numbers |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -338,23 +327,6 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
         f"| {row['measured_reserved_bytes'] / MIB:.0f} MB | {row['retries']} "
         f"| {ratio:.3f} ({predicted:.3f}) | {row['same_code_ratio'] or 0:.3f} | {said} |"
     )
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if path.exists():
-        loaded: dict[str, Any] = json.loads(path.read_text())
-        return loaded
-    facts = device_facts(torch.device("cuda"))
-    return {
-        "command": "PYTHONPATH=src python3 benchmarks/inside.py " + " ".join(sys.argv[1:]),
-        "machine": {
-            "gpu": facts.name,
-            "driver": facts.driver,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "workloads": {},
-    }
 
 
 def _say(text: str) -> None:

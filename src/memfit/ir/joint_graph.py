@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 INPUT_ROLES = ("parameter", "input")  # parameters, buffers and constants; activations passed in
-ROLES = (*INPUT_ROLES, "forward", "tangent", "backward")
 
 
 @dataclass(frozen=True)
 class Node:
     """One value of the graph and the operator that makes it.
 
+    `role` is "parameter" or "input", "forward", "tangent" or "backward".
     `forward` nodes do not depend on tangents. `storages` are alive as long as the value is.
     `can_save`: it may be handed to the backward (a view never: its base is). `can_recompute`: it
     may run again in backward; `state_bytes` is what that keeps (a generator's state).

@@ -12,7 +12,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.planning.acts import Act, Pick
+from memfit.planning.acts import Act, Pick, calls_of
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.reserved import MODEL_ENDS, allocation_sequence
 from memfit.planning.rows import MemoryRows, Row
@@ -84,7 +84,7 @@ def test_rows_and_sequences_show_what_the_simulator_does(
     candidates: list[Act] = [*graph.runs(1), *simulator.picks()]
     rows = MemoryRows(simulator, candidates)
     chosen = {candidates.index(act) for act in acts}
-    kept = set(range(len(graph.calls))) - {c for act in acts for c in _calls(act)}
+    kept = set(range(len(graph.calls))) - {c for act in acts for c in calls_of(act)}
     inside = {m[0] for act in candidates for m in simulator.effect(act).inside}
     highest = max(
         _value(row, chosen, kept) for row in (*map(rows.at, range(graph.length)), *rows.insides())
@@ -100,10 +100,6 @@ def test_rows_and_sequences_show_what_the_simulator_does(
         live += size
         most = max(most, live)
     assert most + graph.static_bytes == pytest.approx(simulator.peak_bytes(acts), rel=0.03)
-
-
-def _calls(act: Act) -> range:
-    return range(act.call, act.call + 1) if isinstance(act, Pick) else range(act[0], act[1] + 1)
 
 
 def _value(row: Row, chosen: set[int], kept: set[int]) -> int:

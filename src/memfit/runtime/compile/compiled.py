@@ -57,14 +57,6 @@ class CompiledSegments:
         self._measuring = False
         self._measured: set[str] = set()
 
-    @property
-    def unplanned_saved(self) -> dict[str, tuple[str, ...]]:
-        """For each graph, the names of the nodes saved when nobody decides."""
-        return {
-            key: tuple(graph.nodes[i].name for i in graph.unplanned)
-            for key, graph in self.graphs.items()
-        }
-
     def __call__(
         self,
         forward: Forward,

@@ -1,0 +1,63 @@
+"""What the benchmarks share: a report file that a cut-off run goes on with, and its heading."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memfit
+from memfit.measure.device import device_facts
+
+MIB = 2**20
+
+
+def load_report(path: Path, *sections: str) -> dict[str, Any]:
+    """The report in the file, or an empty one of this machine with these sections."""
+    if path.exists():
+        report: dict[str, Any] = json.loads(path.read_text())
+        return report
+    facts = device_facts(torch.device("cuda", 0))
+    return {
+        "machine": {
+            "gpu": facts.name,
+            "driver": facts.driver,
+            "torch": facts.torch,
+            "python": platform.python_version(),
+            "memfit": memfit.__version__,
+        },
+        "command": _command(sys.argv),
+        **{section: {} for section in sections},
+    }
+
+
+def heading(title: str, report: dict[str, Any]) -> list[str]:
+    """The first lines of a report in Markdown: machine, versions, command, units."""
+    machine = report["machine"]
+    return [
+        f"# {title}",
+        "",
+        f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
+        f"Python {machine['python']}. Command: `{report['command']}`",
+        "",
+        "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
+        "held under the cap.",
+        *(("", report["note"]) if "note" in report else ()),
+        "",
+    ]
+
+
+def _command(words: list[str]) -> str:
+    """The command line, without the file it writes to: that is a place on one machine."""
+    kept = [f"benchmarks/{Path(words[0]).name}"]
+    rest = iter(words[1:])
+    for word in rest:
+        if word in ("-o", "--output"):
+            next(rest, None)
+        else:
+            kept.append(f'"{word}"' if " " in word else word)
+    return " ".join(["PYTHONPATH=src", "python3", *kept])
