@@ -58,3 +58,9 @@ class DeviceMemoryError(MemfitError):
     """The device ran out of memory where memfit could not avoid it."""
 
     exit_code = 4
+
+
+class HostMemoryError(MemfitError):
+    """Host memory for swapping could not be had, or was too small."""
+
+    exit_code = 4
