@@ -197,8 +197,9 @@ class Variant:
     """One way to run a segment.
 
     `saved` are the nodes handed from forward to backward (parameters go without saying). Of what
-    they hold, `held_bytes` belong to this segment alone; the rest are its inputs and outputs.
-    The two peaks are bytes above those live when the pass begins; `seconds` is what recomputing
+    they hold, `held_bytes` belong to this segment alone; the rest are its inputs and outputs. The
+    memory of `moved` ones waits on the host in between: `moved_bytes` of it are this segment's
+    alone, and not in `held_bytes`. The two peaks are bytes above those live when the pass begins; `seconds` is what recomputing
     adds to the step.
     """
 
@@ -210,4 +211,6 @@ class Variant:
     backward_peak_bytes: int
     forward: tuple[Span, ...] = field(default=(), repr=False)
     backward: tuple[Span, ...] = field(default=(), repr=False)
+    moved: tuple[int, ...] = ()
+    moved_bytes: int = 0
     measured: bool = False  # memory and seconds as seen on the machine, not as computed

@@ -54,6 +54,25 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class CopyRates:
+    """How copies between device and host go, as measured.
+
+    `drag` is how many seconds a second of copying adds to the work beside it; 1 where nothing runs
+    beside a copy.
+    """
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+    latency_s: float = 0.0  # of one copy
+    drag: float = 0.0
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the device works on while it copies."""
+        return self.drag < 1
+
+
+@dataclass(frozen=True)
 class AllocatorStart:
     """What the CUDA allocator holds before a step.
 
@@ -94,6 +113,7 @@ class Profile:
     host_slack_s: float = 0.0  # host seconds of recompute that vanish behind the device's work
     trim_s: float = 0.0  # what giving free pages back costs a step
     baseline: Baseline | None = None  # None: it does not fit on the device
+    copy: CopyRates | None = None  # None: not measured, nothing can be moved to the host
     allocator: AllocatorStart | None = None  # None: reserved bytes cannot be predicted
     executor: str = "module"
     graphs: tuple[JointGraph, ...] = ()  # the distinct segments that were captured

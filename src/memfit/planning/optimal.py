@@ -1,9 +1,10 @@
 """The fastest plan under a budget, by mixed-integer programming (HiGHS through scipy).
 
-Minimise the seconds that recompute adds (to the device, or to a host that cannot keep up) so that
-memory stays under the budget at every position. Rows are added where the simulator finds the budget
-broken, so the program stays small; what it proves about the smaller program (its lower bound) holds
-for the full one. Limits: runs are at most `longest_run` calls long, and times of calls add up.
+Minimise the seconds that recompute and waiting for copies add (to the device, or to a host that
+cannot keep up) so that memory stays under the budget at every position. Rows are added where the
+simulator finds the budget broken, so the program stays small; what it proves about the smaller
+program (its lower bound) holds for the full one. Limits: runs are at most `longest_run` calls long,
+and times of calls add up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
-from memfit.planning.acts import Act, Pick, calls_of, covered
+from memfit.planning.acts import Act, Pick, calls_of, covered, without_points
+from memfit.planning.lanes import Lanes
 from memfit.planning.rows import Holders, MemoryRows, Row
 from memfit.planning.simulate import Simulator
 from memfit.planning.solver import solve_milp
@@ -80,6 +82,7 @@ class _Program:
         self.acts: list[Act] = [
             *simulator.graph.runs(longest_run(simulator)),
             *simulator.picks(),
+            *simulator.sends(),
         ]
         self.rows = MemoryRows(simulator, self.acts)
         # What an act costs is the sum over its parts: calls recomputed whole, or its variant.
@@ -93,6 +96,7 @@ class _Program:
         everything: list[Act] = [(c, c) for c in range(len(simulator.graph.calls))]
         self.total_s = max(simulator.extra_seconds(everything), 1e-9)
         self.scale = max(simulator.peak_bytes([]), 1)
+        self.lanes = Lanes(simulator, self.acts, self.scale, self.total_s)
         self.holders: dict[Holders, int] = {}
         self.memory: list[Row] = []
         self._positions: set[int] = set()
@@ -100,7 +104,7 @@ class _Program:
         self._seed_rows()
 
     def _parts(self, act: Act) -> list[Act]:
-        return [act] if isinstance(act, Pick) else [(c, c) for c in calls_of(act)]
+        return [(c, c) for c in calls_of(act)] if isinstance(act, tuple) else [act]
 
     def _cost(self, part: Act) -> tuple[float, float]:
         return self.simulator.seconds_of(part), self.simulator.host_seconds_of(part)
@@ -118,6 +122,7 @@ class _Program:
             if answer is None:
                 return None if best is None else Solution(best, bound_s, stopped=True)
             acts, proven_s = answer
+            acts = self.simulator.scheduled(acts, budget)
             if asked == budget:  # what is proven for less than the budget is no bound
                 bound_s = proven_s
             peak = self.simulator.peak_bytes(acts)
@@ -133,7 +138,7 @@ class _Program:
                 return None if best is None else Solution(best, bound_s, stopped=True)
             if budget is not None and not fresh:
                 # Over by less than the solver sees: rule out this choice, later all like it.
-                self._cuts.append(frozenset(acts))
+                self._cuts.append(frozenset(map(without_points, acts)))
                 if len(self._cuts) > MAX_CUTS:
                     asked = budget - int(TOLERANCE * self.scale) - 1
             for position in fresh:
@@ -143,7 +148,7 @@ class _Program:
     def _seed_rows(self) -> None:
         """Rows that are broken first: the worst of keeping all, of all replays, of each alone."""
         sim = self.simulator
-        singles: list[Act] = [a for a in self.acts if not isinstance(a, Pick) and a[0] == a[1]]
+        singles: list[Act] = [a for a in self.acts if isinstance(a, tuple) and a[0] == a[1]]
         leanest = {p.call: p for p in self.acts if isinstance(p, Pick)}
         for acts in ([], singles, list(leanest.values())):
             peak = sim.peak_bytes(acts)
@@ -158,7 +163,8 @@ class _Program:
 
     def _promised(self, acts: Sequence[Act]) -> int:
         """The highest row of the program for these acts."""
-        chosen = np.array([act in set(acts) for act in self.acts], dtype=bool)
+        plain = {without_points(act) for act in acts}
+        chosen = np.array([act in plain for act in self.acts], dtype=bool)
         kept = set(range(len(self.simulator.graph.calls))) - covered(list(acts))
         highest = 0
         for row in self.memory:
@@ -178,7 +184,8 @@ class _Program:
             for holders in row.shared:
                 self.holders.setdefault(holders, len(self.holders))
         acts, counts = len(self.acts), len(self.acts) + len(self.kinds)
-        columns = counts + len(self.holders) + 2
+        transit = counts + len(self.holders)
+        columns = transit + self.lanes.columns + 2
         seconds, peak = columns - 2, columns - 1
         matrix, upper = self._constraints(columns)
         cost = np.zeros(columns)
@@ -186,6 +193,8 @@ class _Program:
         cost[peak] = 1.0 if budget is None else PEAK_WEIGHT
         high = np.ones(columns)
         high[acts:counts] = np.inf
+        high[transit : transit + self.lanes.columns] = np.inf
+        high[[transit + column for column in self.lanes.nothing]] = 0.0
         high[seconds] = np.inf
         high[peak] = np.inf if budget is None else budget / self.scale
         integral = np.zeros(columns)
@@ -209,6 +218,7 @@ class _Program:
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one act."""
         acts, offset = len(self.acts), len(self.acts) + len(self.kinds)
+        transit = offset + len(self.holders)
         seconds, peak = columns - 2, columns - 1
         entries: list[tuple[int, int, float]] = []
         upper: list[float] = []
@@ -220,6 +230,8 @@ class _Program:
         for who, slack_s in enumerate((0.0, self.simulator.profile.host_slack_s)):
             for kind, cost in enumerate(self.kinds):
                 entries.append((len(upper), acts + kind, cost[who] / self.total_s))
+            repeats = float(self.simulator.profile.accumulate)
+            entries.extend((len(upper), transit + wait, repeats) for wait in self.lanes.waits)
             entries.append((len(upper), seconds, -1.0))
             upper.append(slack_s / self.total_s)
         for row in self.memory:
@@ -228,8 +240,13 @@ class _Program:
                 entries.append((line, int(act), float(row.coefficients[act]) / self.scale))
             for holders, size in row.shared.items():
                 entries.append((line, offset + self.holders[holders], size / self.scale))
+            if (column := self.lanes.column_at(row.position)) is not None:
+                entries.append((line, transit + column, 1.0))
             entries.append((line, peak, -1.0))
             upper.append(-row.constant / self.scale)
+        for coefficients, bound in self.lanes.rows(transit):
+            entries.extend((len(upper), column, value) for column, value in coefficients.items())
+            upper.append(bound)
         for holders, number in self.holders.items():
             for clique in holders:
                 line = len(upper)

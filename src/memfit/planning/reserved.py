@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from memfit.ir.joint_graph import Span
+from memfit.ir.joint_graph import Span, Variant
 from memfit.ir.profile import Placed
 from memfit.planning.acts import Act, Ints, Pick, Run
 from memfit.planning.simulate import Simulator
@@ -63,8 +63,9 @@ def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[t
     death = sim.deaths(acts)
     passes = [part for act in acts if isinstance(act, Pick) for part in _passes(sim, act)]
     placed = {block for part in passes for block in part.blocks.values()}
-    # At one position frees come before acts, acts before allocations.
-    moments: list[tuple[int, int, Key, int]] = [(sim.graph.model_end, 3, MODEL_ENDS, 0)]
+    # At one position frees come before acts, acts before allocations. What comes back is there
+    # before the backward that it was brought for, or that it is brought beside.
+    moments: list[tuple[int, float, Key, int]] = [(sim.graph.model_end, 3, MODEL_ENDS, 0)]
     for block in range(len(sim.bytes)):
         size = int(sim.bytes[block])
         if death[block] <= sim.birth[block]:
@@ -77,9 +78,10 @@ def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[t
     for number, part in enumerate(passes):
         inside["pass", number] = part.sequence()
         moments.append((part.position, 1, ("pass", number), 0))
+    moments += _copied(sim, acts)
     for act in acts:
         effect = sim.effect(act)
-        if isinstance(act, Pick) or not len(effect.blocks):
+        if not isinstance(act, tuple) or not len(effect.blocks):
             continue
         inside["run", act[0]] = _replayed(sim, act, set(effect.blocks.tolist()))
         moments.append((effect.need, 1, ("run", act[0]), 0))
@@ -91,6 +93,49 @@ def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[t
             yield from inside[what]
         else:
             yield what, size
+
+
+def _copied(sim: Simulator, acts: Sequence[Act]) -> Iterator[tuple[int, float, Key, int]]:
+    """What goes to the host and comes back: blocks of the step, and picks' own storages."""
+    for block, (returns, release) in sim.copied_back(acts).items():
+        size = int(sim.bytes[block])
+        yield returns, 0.5, (block, "back"), size
+        yield release, 0, (block, "back"), -size
+    for act in acts:
+        away = sim.effect(act).away
+        if away is None or not isinstance(act, Pick):
+            continue
+        for storage, size in _moved_storages(sim, act):
+            yield away.leaves, 0, ("own", act.call, storage), -size
+            yield away.returns, 0.5, ("own", act.call, storage), size
+
+
+def _moved_storages(sim: Simulator, pick: Pick) -> list[tuple[int, int]]:
+    """The storages of a pick's own that it moves, as its passes number them, with their bytes.
+
+    A variant that was recorded numbers its storages by itself: they are found by their bytes.
+    """
+    variant = sim.variant(pick)
+    graph = sim.profile.graphs[sim.graph.calls[pick.call].graph]
+    wanted = {s for n in variant.moved for s in graph.nodes[n].storages}
+    own = _own_storages(variant)
+    if not variant.measured:
+        return [(s, size) for s, size in own.items() if s in wanted]
+    sizes = sorted(graph.storages[s].bytes for s in wanted)
+    found = []
+    for storage, size in own.items():
+        near = next((s for s in sizes if s <= size < s + 512), None)
+        if near is not None:
+            sizes.remove(near)
+            found.append((storage, size))
+    return found
+
+
+def _own_storages(variant: Variant) -> dict[int, int]:
+    """What a variant hands from forward to backward by itself, with its bytes."""
+    stays = {s.storage: s.bytes for s in variant.forward if s.death == -1}
+    taken = {s.storage for s in variant.backward if s.birth == -1}
+    return {storage: size for storage, size in stays.items() if storage in taken}
 
 
 class _Pass:
@@ -143,8 +188,7 @@ class _Pass:
 
 def _passes(sim: Simulator, pick: Pick) -> list[_Pass]:
     call, variant = sim.graph.calls[pick.call], sim.variant(pick)
-    stays = {s.storage for s in variant.forward if s.death == -1}
-    own = stays & {s.storage for s in variant.backward if s.birth == -1}
+    own = set(_own_storages(variant))
     made = (sim.call == call.index) & (sim.death > call.exit)
     left = (sim.birth > call.need) & (sim.birth < call.finish) & (sim.death > call.finish)
 

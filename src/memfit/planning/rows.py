@@ -2,7 +2,8 @@
 
 Variables: one 0/1 per candidate act. A call is kept when no chosen act decides about it, so the
 acts about one call exclude each other. A block that several calls may hold needs one more
-variable: it is there when any of them holds it.
+variable: it is there when any of them holds it. What is in transit between device and host at a
+position has variables of its own (see `lanes`); acts count here as if copies took no time.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ Holders = frozenset[Clique]
 
 @dataclass
 class Row:
-    """constant + coefficients . acts + sum of bytes over held blocks."""
+    """constant + coefficients . acts + sum of bytes over held blocks, at a position."""
 
+    position: int
     constant: int
     coefficients: Ints
     shared: dict[Holders, int]
@@ -64,21 +66,27 @@ class MemoryRows:
         # Blocks that a call's picks do not make: (first, last position, blocks, the picks).
         self._absent: list[tuple[int, int, Ints, list[int]]] = []
         picks: dict[int, list[int]] = {}
+        back_from = self._back_from()
         for number, act in enumerate(self.acts):
             effect = sim.effect(act)
             spans += [(number, *standing) for standing in effect.standing]
             for block, release in zip(effect.blocks, effect.releases, strict=True):
                 replayed.append((number, block, effect.need, release))
+            if isinstance(act, tuple):
+                until = int(effect.held_until[0]) if len(effect.held) else 0
+                for call in graph.calls[act[0] : act[1] + 1] if until else ():
+                    first = call.index == act[0]
+                    for block in call.args if first else set(call.args) - set(call.linked):
+                        held.append((number, block, call.index, until))
+                continue
             if isinstance(act, Pick):
                 picks.setdefault(act.call, []).append(number)
-                held += [(number, b, act.call, effect.held_until) for b in effect.held]
-                continue
-            if effect.held_until == 0:
-                continue
-            for call in graph.calls[act[0] : act[1] + 1]:
-                first = call.index == act[0]
-                for block in call.args if first else set(call.args) - set(call.linked):
-                    held.append((number, block, call.index, effect.held_until))
+            for block, until in zip(effect.held, effect.held_until, strict=True):
+                held.append((number, block, act.call, until))
+            if (away := effect.away) is not None:
+                for block, release in zip(away.blocks, away.releases, strict=True):
+                    held.append((number, block, act.call, away.leaves))
+                    replayed.append((number, block, back_from[int(block)], release))
         for index, numbers in picks.items():
             call = graph.calls[index]
             own = sim.own_blocks(call)
@@ -89,6 +97,15 @@ class MemoryRows:
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 4)
         self._replayed = np.array(replayed, dtype=np.int64).reshape(-1, 4)
         self._held = np.array(held, dtype=np.int64).reshape(-1, 4)
+
+    def _back_from(self) -> dict[int, int]:
+        """Where each moved block may be wanted first: by the last of the calls that move it."""
+        aways = [a for act in self.acts if (a := self.simulator.effect(act).away) is not None]
+        found: dict[int, int] = {}
+        for away in aways:
+            for block in away.blocks.tolist():
+                found[block] = min(found.get(block, away.returns), away.returns)
+        return found
 
     def _at(self, position: int) -> Row:
         """The row of one position of the step."""
@@ -134,7 +151,7 @@ class MemoryRows:
             else:
                 for act in only.acts:
                     coefficients[act] += size_of
-        return Row(constant, coefficients, shared)
+        return Row(position, constant, coefficients, shared)
 
     def insides(self) -> list[Row]:
         """The worst moments inside acts: one row per position where such moments lie.
@@ -151,7 +168,7 @@ class MemoryRows:
             coefficients = row.coefficients.copy()
             for number, inside in inside_of.items():
                 coefficients[number] += inside
-            rows.append(Row(row.constant, coefficients, row.shared))
+            rows.append(Row(position, row.constant, coefficients, row.shared))
         return rows
 
     def _holders(self, position: int, active: Ints, waiting: Ints) -> dict[int, Holders]:

@@ -1,25 +1,38 @@
 """The only place that predicts: bytes and seconds of a step under given decisions.
 
-A decision is a set of acts: runs of segment calls recomputed whole, and picks of other variants
-for single calls. Calls in no act are kept. Under a decision each block lives from its birth until
-the running code drops it, the calls that keep it let go of it, or the acts that need it are done;
-and every act adds what it holds, makes anew or needs for a moment.
+A decision is a set of acts: runs of segment calls recomputed whole, picks of other variants for
+single calls, and what waits on the host in between. Calls in no act are kept. Under a decision each
+block lives from its birth until the running code drops it, the calls that keep it let go of it, or
+the acts that need it are done; and every act adds what it holds, makes anew, copies back or needs
+for a moment. Copies share one lane for each direction: see `copies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from memfit.ir.joint_graph import JointGraph, Variant
+from memfit.ir.joint_graph import Variant
 from memfit.ir.profile import Measurements, Profile
 from memfit.ir.step_graph import BLOCK_CATEGORIES, Call, StepGraph
 from memfit.ir.timeline import Point, Timeline
-from memfit.planning.acts import Act, Effect, Ints, Pick, Run, covered
-from memfit.planning.segment.menu import menu_of, variant_of
+from memfit.planning.acts import (
+    AT_ONCE,
+    Act,
+    Away,
+    Effect,
+    Ints,
+    Pick,
+    Run,
+    Send,
+    calls_of,
+    covered,
+)
+from memfit.planning.copies import Copies, Traffic
+from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
+from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
 
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
 
@@ -37,35 +50,11 @@ def simulator_of(profile: Profile, min_tensor_bytes: int = 0) -> Simulator:
     return latest
 
 
-@lru_cache(maxsize=64)
-def _menu(
-    graph: JointGraph, known: Measurements, min_tensor_bytes: int
-) -> tuple[tuple[Variant, float], ...]:
-    """The variants of a graph with their seconds; first the one that runs when nobody decides."""
-    first = tuple(sorted(graph.unplanned))
-    measured = {v.saved: v for v in known.variants}
-    unplanned = measured.get(first) or variant_of(graph, first)
-    base_s = sum(graph.again_seconds[n] for n in unplanned.recomputed)
-    # A measured variant says what it adds; to compete with reckoned ones it is put on their scale.
-    rivals = [replace(v, seconds=v.seconds / known.factor + base_s) for v in known.variants]
-    offered = menu_of(
-        graph,
-        min_tensor_bytes=min_tensor_bytes,
-        extra=(*rivals, replace(unplanned, seconds=base_s)),
-    )
-    rows = [(unplanned, 0.0)]
-    for variant in offered:
-        if variant.saved in measured:
-            rows.append((measured[variant.saved], measured[variant.saved].seconds))
-        elif variant.saved != first:
-            rows.append((variant, max((variant.seconds - base_s) * known.factor, 0.0)))
-    return tuple(rows)
-
-
 class Simulator:
     """Predicts timelines, peaks and seconds of one profiled step."""
 
     def __init__(self, profile: Profile, min_tensor_bytes: int = 0) -> None:
+        """Take the profile as it is; one without copy rates has nothing to move."""
         self.profile = profile
         self.min_tensor_bytes = min_tensor_bytes
         graph = profile.graph
@@ -82,17 +71,32 @@ class Simulator:
         table = np.array(holds, dtype=np.int64).reshape(-1, 4)
         self.hold_block, self.hold_call, self.hold_release, self._replay_release = table.T
         self.effect = lru_cache(maxsize=None)(self._effect)
+        self.copies = Copies(self.graph, profile)
 
     # -- what can be chosen -------------------------------------------------------------------
 
     @cached_property
-    def menus(self) -> list[tuple[tuple[Variant, float], ...]]:
+    def menus(self) -> list[Menu]:
         """Per joint graph its variants with the seconds each adds; the first adds none."""
-        known = self.profile.known or (Measurements(),) * len(self.profile.graphs)
         return [
-            _menu(graph, seen, self.min_tensor_bytes)
-            for graph, seen in zip(self.profile.graphs, known, strict=True)
+            priced_menu(graph, known, self.min_tensor_bytes, self.profile.copy)
+            for graph, known in zip(self.profile.graphs, self._known, strict=True)
         ]
+
+    @property
+    def _known(self) -> Sequence[Measurements]:
+        return self.profile.known or (Measurements(),) * len(self.profile.graphs)
+
+    def offer(self, graph: int, saved: Iterable[int], moved: Iterable[int] = ()) -> int:
+        """The number of a variant in a graph's menu, where it is put if it is not there."""
+        wanted = (tuple(sorted(saved)), tuple(sorted(moved)))
+        for number, (variant, _) in enumerate(self.menus[graph]):
+            if (variant.saved, variant.moved) == wanted:
+                return number
+        joint, copy = self.profile.graphs[graph], self.profile.copy
+        row = priced_variant(joint, self._known[graph], *wanted, copy)
+        self.menus[graph] = (*self.menus[graph], row)
+        return len(self.menus[graph]) - 1
 
     def picks(self) -> list[Pick]:
         """Every pick there is: the variants of each captured call but its first."""
@@ -102,6 +106,19 @@ class Simulator:
             if call.graph >= 0 and call.need >= 0
             for variant in range(1, len(self.menus[call.graph]))
         ]
+
+    def sends(self) -> list[Send]:
+        """Every send there is: calls without a joint graph that keep something large."""
+        if self.profile.copy is None:
+            return []
+        found = [Send(c.index) for c in self.graph.calls if c.graph < 0 and c.need >= 0]
+        return [send for send in found if self.effect(send).away is not None]
+
+    @property
+    def smallest_move_bytes(self) -> int:
+        """Smaller tensors stay: to start a copy takes longer than copying them."""
+        copy = self.profile.copy
+        return 0 if copy is None else smallest_move_bytes(copy, self.min_tensor_bytes)
 
     def variant(self, pick: Pick) -> Variant:
         """The variant that a pick names."""
@@ -114,14 +131,21 @@ class Simulator:
         if isinstance(act, Pick):
             graph = self.graph.calls[act.call].graph
             return self.profile.accumulate * self.menus[graph][act.variant][1]
+        if isinstance(act, Send):
+            away, copy = self.effect(act).away, self.profile.copy
+            assert away is not None and copy is not None
+            size = int(self.bytes[away.blocks].sum())
+            return self.profile.accumulate * copy.drag * round_trip_s(copy, size, away.tensors)
         times = self.profile.call_times[act[0] : act[1] + 1]
         return self.profile.accumulate * sum(t.recompute_s for t in times)
 
     def host_seconds_of(self, act: Act) -> float:
-        """Seconds that an act adds to the host's work; a pick's operators run in code that is
-        launched as one."""
-        if isinstance(act, Pick):
-            return 0.0
+        """Seconds that an act adds to the host's work: a pick's operators run in code that is
+        launched as one, but each of its copies is launched by itself."""
+        if not isinstance(act, tuple):
+            away, copy = self.effect(act).away, self.profile.copy
+            copies = 0 if away is None else 2 * away.tensors
+            return 0.0 if copy is None else self.profile.accumulate * copies * copy.latency_s
         times = self.profile.call_times[act[0] : act[1] + 1]
         return self.profile.accumulate * sum(t.recompute_host_s for t in times)
 
@@ -130,7 +154,46 @@ class Simulator:
         up."""
         device_s = sum(self.seconds_of(act) for act in acts)
         host_s = sum(self.host_seconds_of(act) for act in acts)
-        return max(device_s, host_s - self.profile.host_slack_s)
+        waits_s = self.profile.accumulate * self.traffic(acts).stall_s
+        return max(device_s, host_s - self.profile.host_slack_s) + waits_s
+
+    def traffic(self, acts: Sequence[Act]) -> Traffic:
+        """The copies of the step on their lanes, and what waits for them."""
+        return self.copies.traffic(self.loads(acts), self.added_seconds(acts))
+
+    def scheduled(self, acts: Sequence[Act], budget: int | None) -> tuple[Act, ...]:
+        """The acts with points for their copies: as late as the budget lets memory go, as early
+        as it has room again, so that little waits for a copy."""
+        return self.copies.scheduled(self, acts, budget)
+
+    def loads(self, acts: Sequence[Act]) -> list[tuple[Away, int, int]]:
+        """What is away, with the bytes each call sends and gets back; each block is copied once."""
+        aways = [a for act in acts if (a := self.effect(act).away) is not None]
+        aways.sort(key=lambda away: away.call)
+        out = [away.own_bytes for away in aways]
+        back = list(out)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for number, away in enumerate(aways):
+            for block in away.blocks.tolist():
+                first.setdefault(block, number)
+                last[block] = number
+        for block, number in first.items():
+            out[number] += int(self.bytes[block])
+            back[last[block]] += int(self.bytes[block])
+        return list(zip(aways, out, back, strict=True))
+
+    def added_seconds(self, acts: Sequence[Act]) -> dict[int, float]:
+        """Seconds that acts add to the backward, by the call whose backward they delay."""
+        found: dict[int, float] = {}
+        for act in acts:
+            call = calls_of(act)[-1]
+            found[call] = found.get(call, 0.0) + self.seconds_of(act) / self.profile.accumulate
+        return found
+
+    def moved_bytes(self, acts: Sequence[Act]) -> int:
+        """Bytes that wait on the host at once."""
+        return sum(out for _, out, _ in self.loads(acts))
 
     def step_seconds(self, acts: Sequence[Act]) -> float:
         """Seconds of the whole step."""
@@ -140,12 +203,16 @@ class Simulator:
 
     def peak_bytes(self, acts: Sequence[Act]) -> int:
         """The highest bytes of the step."""
-        curve = self._curves(acts).sum(axis=0)
-        highest = int(curve.max())
+        return int(self.highest(acts).max())
+
+    def highest(self, acts: Sequence[Act]) -> Ints:
+        """The bytes at every position, moments inside acts included."""
+        curve = self._curves(acts).sum(axis=0) + self.graph.static_bytes
+        highest = curve.copy()
         for act in acts:
             for position, extra, _ in self.effect(act).inside:
-                highest = max(highest, int(curve[position]) + extra)
-        return highest + self.graph.static_bytes
+                highest[position] = max(highest[position], curve[position] + extra)
+        return highest
 
     def over(self, acts: Sequence[Act], budget: int) -> list[int]:
         """Positions over the budget: the worst of each stretch over it, moments inside left out."""
@@ -218,6 +285,9 @@ class Simulator:
             if len(effect.blocks):
                 change[_ACTIVATIONS, effect.need] += effect.survivor_bytes
                 np.add.at(change[_ACTIVATIONS], effect.releases, -self.bytes[effect.blocks])
+        for block, (returns, release) in self.copied_back(acts).items():
+            change[_ACTIVATIONS, returns] += self.bytes[block]
+            change[_ACTIVATIONS, release] -= self.bytes[block]
         return np.cumsum(change, axis=1)[:, :-1]
 
     def deaths(self, acts: Sequence[Act]) -> Ints:
@@ -227,18 +297,57 @@ class Simulator:
         death = self.death.copy()
         kept = ~decided[self.hold_call]
         np.maximum.at(death, self.hold_block[kept], self.hold_release[kept])
+        leaves: dict[int, int] = {}
         for act in acts:
             effect = self.effect(act)
             death[effect.held] = np.maximum(death[effect.held], effect.held_until)
+            if (away := effect.away) is not None:
+                for block in away.blocks.tolist():
+                    leaves[block] = min(leaves.get(block, away.leaves), away.leaves)
+        for block, position in leaves.items():
+            death[block] = max(death[block], position)
         for act in acts:
             absent = self.effect(act).absent
             death[absent] = self.birth[absent]
         return death
 
+    def copied_back(self, acts: Sequence[Act]) -> dict[int, tuple[int, int]]:
+        """Where each moved block is on the device again, and where it is let go."""
+        found: dict[int, tuple[int, int]] = {}
+        for act in acts:
+            away = self.effect(act).away
+            if away is None:
+                continue
+            for block, release in zip(away.blocks.tolist(), away.releases.tolist(), strict=True):
+                known = found.get(block, (away.returns, release))
+                found[block] = (min(known[0], away.returns), max(known[1], release))
+        return found
+
     def _effect(self, act: Act) -> Effect:
         if isinstance(act, Pick):
-            return self._pick(self.graph.calls[act.call], self.variant(act))
+            return self._pick(act, self.graph.calls[act.call], self.variant(act))
+        if isinstance(act, Send):
+            return self._send(act, self.graph.calls[act.call])
         return self._replay(act)
+
+    def _away(
+        self, act: Pick | Send, own_bytes: int, tensors: int, blocks: Ints, releases: Ints
+    ) -> Away:
+        """What an act moves, with the positions its points stand for."""
+        graph, calls = self.graph, len(self.graph.calls)
+        release = act.call + 1 if act.release == AT_ONCE else act.release
+        prefetch = act.call if act.prefetch == AT_ONCE else act.prefetch
+        return Away(
+            call=act.call,
+            release=release,
+            prefetch=prefetch,
+            own_bytes=own_bytes,
+            tensors=tensors,
+            blocks=blocks,
+            leaves=graph.calls[release].enter if release < calls else graph.model_end,
+            returns=graph.calls[prefetch].need if prefetch < calls else graph.model_end,
+            releases=releases,
+        )
 
     def own_blocks(self, call: Call) -> Ints:
         """Blocks that a captured call's graphs make and free within its forward or backward."""
@@ -246,28 +355,67 @@ class Simulator:
         backward = (self.birth > call.need) & (self.birth < call.finish)
         return np.flatnonzero(within | (backward & (self.death <= call.finish)))
 
-    def _pick(self, call: Call, variant: Variant) -> Effect:
+    def _pick(self, act: Pick, call: Call, variant: Variant) -> Effect:
         """What a variant holds, and the moments inside its two graphs.
 
         Everything outside stands still while a graph runs, so its own peak adds to that.
         """
-        graph = self.profile.graphs[call.graph]
-        names = [graph.nodes[n].name for n in graph.held_outside(variant.saved)]
-        held = sorted({call.held[name] for name in names if call.held.get(name, -1) >= 0})
+        moved = self._outside(call, variant.moved)
+        held = np.setdiff1d(self._outside(call, variant.saved), moved)
+        standing = [(call.exit, call.need + 1, variant.held_bytes)]
+        away = None
+        if variant.moved:
+            tensors = len(
+                {self.profile.graphs[call.graph].nodes[n].storages for n in variant.moved}
+            )
+            releases = np.full(len(moved), call.need + 1, dtype=np.int64)
+            away = self._away(act, variant.moved_bytes, tensors, moved, releases)
+            standing.append((call.exit, away.leaves, variant.moved_bytes))
+            standing.append((away.returns, call.need + 1, variant.moved_bytes))
         none = np.array([], dtype=np.int64)
         return Effect(
             need=call.need,
-            held=np.array(held, dtype=np.int64),
-            held_until=call.need + 1,
+            held=held,
+            held_until=np.full(len(held), call.need + 1, dtype=np.int64),
             blocks=none,
             releases=none,
             survivor_bytes=0,
-            standing=((call.exit, call.need + 1, variant.held_bytes),),
+            standing=tuple(standing),
+            away=away,
             inside=(
                 (call.enter, variant.forward_peak_bytes, f"forward {call.name}"),
                 (call.need, variant.backward_peak_bytes, f"backward {call.name}"),
             ),
             absent=self.own_blocks(call),
+        )
+
+    def _outside(self, call: Call, nodes: tuple[int, ...]) -> Ints:
+        """The step's blocks among a call's inputs and outputs that these nodes hold."""
+        graph = self.profile.graphs[call.graph]
+        names = (graph.nodes[n].name for n in graph.held_outside(nodes))
+        found = {call.held[name] for name in names if call.held.get(name, -1) >= 0}
+        return np.array(sorted(found), dtype=np.int64)
+
+    def _send(self, act: Send, call: Call) -> Effect:
+        """What moving all large blocks that a call keeps does; the others stay."""
+        mine = self.hold_call == call.index
+        blocks, releases = self.hold_block[mine], self.hold_release[mine]
+        large = self.bytes[blocks] >= self.smallest_move_bytes
+        none = np.array([], dtype=np.int64)
+        away = None
+        if large.any():
+            away = self._away(act, 0, int(large.sum()), blocks[large], releases[large])
+        return Effect(
+            need=call.need,
+            held=blocks[~large],
+            held_until=releases[~large],
+            blocks=none,
+            releases=none,
+            survivor_bytes=0,
+            standing=(),
+            inside=(),
+            absent=none,
+            away=away,
         )
 
     def _replay(self, run: Run) -> Effect:
@@ -277,7 +425,7 @@ class Simulator:
         none = np.array([], dtype=np.int64)
         needs = [c.need for c in calls if c.need >= 0]
         if not needs:
-            return Effect(0, none, 0, none, none, 0, (), (), none)
+            return Effect(0, none, none, none, none, 0, (), (), none)
         arguments = np.array(sorted(self.graph.held_arguments(first, last)), dtype=np.int64)
         stop = max(c.stop for c in calls)
         mine = (self.call >= first) & (self.call <= last) & (self.birth <= stop)
@@ -305,7 +453,7 @@ class Simulator:
         return Effect(
             need=need,
             held=arguments,
-            held_until=done,
+            held_until=np.full(len(arguments), done, dtype=np.int64),
             blocks=survivors,
             releases=release[survivors],
             survivor_bytes=survivor_bytes,

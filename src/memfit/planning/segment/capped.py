@@ -102,13 +102,14 @@ class CappedProgram:
         needs = csr_array((table[:, 2], places), shape=(len(self.low), self.columns))
         seconds, held = self.seconds / self.seconds.sum(), self.bytes / self.bytes.sum()
         exact = len(self.choices.nodes) <= EXACT_NODES
+        share = SCALE / max(cap, 1)
         result = solve_milp(
             SCALE * (seconds + BYTES_WEIGHT * held),
             integrality=self.integral,
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(needs, self.low, np.inf),
-                LinearConstraint(SCALE * self.bytes[None, :] / cap, -np.inf, SCALE),
+                LinearConstraint(share * self.bytes[None, :], -np.inf, share * cap),
             ],
             options={
                 "time_limit": time_limit_s,

@@ -8,6 +8,7 @@ copies. Limits: sizes are the graph's, so what an allocator adds by fragmentatio
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from memfit.ir.joint_graph import INPUT_ROLES, JointGraph, Span, Variant
@@ -39,6 +40,33 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
         forward=forward,
         backward=backward,
     )
+
+
+def moving(graph: JointGraph, variant: Variant, moved: Iterable[int]) -> Variant:
+    """The variant with the memory of `moved`, among what it saves, on the host in between."""
+    nodes = tuple(sorted(moved))
+    assert set(nodes) <= set(variant.saved), "only what is saved can be moved"
+    own = {s for s in saved_storages(graph, nodes) if not _at_boundary(graph, s)}
+    own_bytes = storage_bytes(graph, own)
+    return replace(
+        variant,
+        moved=nodes,
+        moved_bytes=own_bytes,
+        held_bytes=max(variant.held_bytes + variant.moved_bytes - own_bytes, 0),
+    )
+
+
+def movable(graph: JointGraph, variant: Variant, smallest_bytes: int) -> list[tuple[int, ...]]:
+    """What the variant saves in storages of at least so many bytes: the nodes of each storage,
+    largest first. A node that holds several storages stays."""
+    nodes: dict[int, list[int]] = {}
+    for node in variant.saved:
+        storages = graph.nodes[node].storages
+        if len(storages) == 1 and _maker_role(graph, storages[0]) != "parameter":
+            nodes.setdefault(storages[0], []).append(node)
+    large = [s for s in nodes if graph.storages[s].bytes >= max(smallest_bytes, 1)]
+    large.sort(key=lambda s: (-graph.storages[s].bytes, s))
+    return [tuple(nodes[s]) for s in large]
 
 
 def total_bytes(graph: JointGraph, variant: Variant) -> int:

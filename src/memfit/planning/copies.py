@@ -1,0 +1,193 @@
+"""Copies to the host and back: when they run, what waits for them, and when memory comes and goes.
+
+Each direction is one lane: copies run one after the other, beside the compute, in the order of the
+calls that send them and of the backwards that want them back. A copy out starts when its call's
+forward is over; before the forward named by its release point the compute waits for its end, and
+the memory is free. A copy back starts at its prefetch point, where its memory is taken; the
+backward that needs it waits for its end. Limits: what a call moves goes as one bundle, and calls
+follow each other without pause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memfit.ir.profile import Profile
+from memfit.ir.step_graph import StepGraph
+from memfit.planning.acts import Act, Away, without_points
+
+if TYPE_CHECKING:
+    from memfit.planning.simulate import Simulator
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds that each lane copies, and that the compute waits for copies."""
+
+    out_s: float = 0.0
+    in_s: float = 0.0
+    stall_s: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """How much of the copying nobody waits for."""
+        busy_s = self.out_s + self.in_s
+        return 1.0 if busy_s <= 0 else max(0.0, 1 - self.stall_s / busy_s)
+
+
+class Copies:
+    """The two lanes of one step."""
+
+    def __init__(self, graph: StepGraph, profile: Profile) -> None:
+        self.graph, self.rates = graph, profile.copy
+        total_s = sum(t.forward_s + t.backward_s for t in profile.call_times)
+        scale = min(1.0, profile.step_s / profile.accumulate / total_s) if total_s > 0 else 1.0
+        self.forward_s = [scale * t.forward_s for t in profile.call_times]
+        self.backward_s = [scale * t.backward_s for t in profile.call_times]
+        needing = [call.index for call in graph.calls if call.need >= 0]
+        self.order = sorted(needing, key=lambda c: graph.calls[c].need)  # of the backwards
+
+    @property
+    def overlap(self) -> bool:
+        """Whether copies run beside the compute; if not, they cost their seconds as work does."""
+        return self.rates is not None and self.rates.overlap
+
+    def out_seconds(self, size: int, tensors: int) -> float:
+        """Seconds of the lane to the host."""
+        assert self.rates is not None
+        return size / self.rates.out_bytes_per_s + tensors * self.rates.latency_s if size else 0.0
+
+    def in_seconds(self, size: int, tensors: int) -> float:
+        """Seconds of the lane to the device."""
+        assert self.rates is not None
+        return size / self.rates.in_bytes_per_s + tensors * self.rates.latency_s if size else 0.0
+
+    def traffic(
+        self, loads: Sequence[tuple[Away, int, int]], extra_s: Mapping[int, float]
+    ) -> Traffic:
+        """Run the lanes. Loads are what is away, with its bytes each way; `extra_s` is what acts
+        add to the backward of calls."""
+        if not loads:
+            return Traffic()
+        calls = len(self.graph.calls)
+        out_s = {a.call: self.out_seconds(size, a.tensors) for a, size, _ in loads}
+        in_s = {a.call: self.in_seconds(size, a.tensors) for a, _, size in loads}
+        busy = (sum(out_s.values()), sum(in_s.values()))
+        if not self.overlap:
+            return Traffic(*busy)
+        leaving: dict[int, list[int]] = {}
+        coming: dict[int, list[int]] = {}
+        for away, _, _ in loads:
+            leaving.setdefault(away.release, []).append(away.call)
+            coming.setdefault(away.prefetch, []).append(away.call)
+        now = lane = stall_s = 0.0
+        gone: dict[int, float] = {}
+        for boundary in range(calls + 1):
+            for call in leaving.get(boundary, ()):
+                stall_s += max(gone[call] - now, 0.0)
+                now = max(now, gone[call])
+            if boundary < calls:
+                now += self.forward_s[boundary]
+                if boundary in out_s:
+                    lane = gone[boundary] = max(now, lane) + out_s[boundary]
+        back: dict[int, float] = {}
+        lane = 0.0
+        for boundary in (calls, *self.order):
+            # Wanted first comes first.
+            for call in sorted(coming.get(boundary, ()), key=lambda c: self.graph.calls[c].need):
+                lane = back[call] = max(now, lane, gone[call]) + in_s[call]
+            if boundary in in_s:
+                stall_s += max(back[boundary] - now, 0.0)
+                now = max(now, back[boundary])
+            if boundary < calls:
+                now += self.backward_s[boundary] + extra_s.get(boundary, 0.0)
+        return Traffic(*busy, stall_s)
+
+    def scheduled(
+        self, simulator: Simulator, acts: Sequence[Act], budget: int | None
+    ) -> tuple[Act, ...]:
+        """The acts with points: memory goes when its copy is done, or sooner where the budget has
+        no room for it; it comes back as late as it can without a wait, or later likewise."""
+        tight = tuple(without_points(act) for act in acts)
+        loads = simulator.loads(tight)
+        if not loads:
+            return tight
+        curve = simulator.highest(tight)
+        room = None if budget is None else budget - curve
+        extra_s = simulator.added_seconds(tight)
+        out = {a.call: (size, self.out_seconds(size, a.tensors)) for a, size, _ in loads}
+        back = {a.call: (size, self.in_seconds(size, a.tensors)) for a, _, size in loads}
+        calls, order = self.graph.calls, self.order
+        forward = range(len(calls))
+        ends = [c.enter for c in calls[1:]] + [self.graph.model_end]
+        leaves = _points(
+            [out.get(c, (0, 0.0)) for c in forward],
+            self.forward_s if self.overlap else [0.0] * len(calls),
+            [_least(room, calls[c].enter, ends[c]) for c in forward],
+        )
+        # The way back is the same with time reversed; before the first backward lies the loss.
+        mirrored = order[::-1]
+        until = [calls[c].need for c in order[1:]] + [self.graph.backward_end]
+        until_of = dict(zip(order, until, strict=True))
+        first = calls[order[0]].need if order else self.graph.backward_end
+        returns = _points(
+            [*(back.get(c, (0, 0.0)) for c in mirrored), (0, 0.0)],
+            [
+                *((self.backward_s[c] + extra_s.get(c, 0.0)) * self.overlap for c in mirrored),
+                0.0,
+            ],
+            [
+                *(_least(room, calls[c].need, until_of[c]) for c in mirrored),
+                _least(room, self.graph.model_end, first),
+            ],
+        )
+        place = {c: i for i, c in enumerate(mirrored)}
+        found: list[Act] = []
+        for act in tight:
+            if isinstance(act, tuple) or act.call not in out:
+                found.append(act)
+                continue
+            at = returns[place[act.call]] - 1  # the mirrored call before whose backward it starts
+            prefetch = mirrored[at] if at < len(mirrored) else len(calls)
+            found.append(replace(act, release=leaves[act.call], prefetch=prefetch))
+        over = budget is not None and simulator.peak_bytes(found) > budget
+        return tight if over else tuple(found)
+
+
+def _least(room: np.ndarray | None, start: int, stop: int) -> float:
+    """The least room at positions from `start` up to `stop`."""
+    return float("inf") if room is None else float(room[start : max(stop, start + 1)].min())
+
+
+def _points(
+    sizes: Sequence[tuple[int, float]], seconds: Sequence[float], room: Sequence[float]
+) -> list[int]:
+    """The boundary at which each step's bundle is let go; boundary b lies before step b.
+
+    `sizes` are bytes and seconds of copying; `room` is what may be in transit during each step.
+    A bundle is let go when its copy is done, sooner where the next step has no room for it, and in
+    any case at the end.
+    """
+    points = [0] * len(sizes)
+    waiting: deque[tuple[int, int, float]] = deque()
+    now = lane = 0.0
+    in_transit = 0
+    for step, (size, copy_s) in enumerate(sizes):
+        now += seconds[step]
+        if size:
+            lane = max(now, lane) + copy_s
+            waiting.append((step, size, lane))
+            in_transit += size
+        boundary = step + 1
+        last = boundary == len(sizes)
+        while waiting and (last or waiting[0][2] <= now or in_transit > room[boundary]):
+            first, bytes_out, done = waiting.popleft()
+            points[first] = boundary
+            in_transit -= bytes_out
+            now = max(now, done)
+    return points
