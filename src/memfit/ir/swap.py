@@ -34,13 +34,15 @@ class Traffic:
 class SwapStatistics:
     """What a swap engine did in `steps` steps: totals, see `per_step` for one of them.
 
-    `moves` are storages copied out, `retrievals` saved tensors that were asked for again and had
-    left, `stayed` those that were asked for before their memory was let go.
+    `moves` are pieces of memory copied out, `retrievals` those of them copied back, `late` those
+    whose copy back began only when they were asked for, `stayed` those that were asked for before
+    they were let go.
     """
 
     steps: int
     moves: int
     retrievals: int
+    late: int
     stayed: int
     out: Traffic
     back: Traffic

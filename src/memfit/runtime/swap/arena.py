@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from collections import deque
 from contextlib import suppress
@@ -90,6 +91,7 @@ class _Chunk:
 
     def close(self) -> None:
         if self.pinned:
+            torch.cuda.synchronize()  # no copy may be under way
             _unpin(self.address)
 
 
@@ -160,7 +162,7 @@ class Arena:
                 self._lock.release()
 
     def close(self) -> None:
-        """Unpin and let go of all memory; no copy may be under way. Harmless when done twice."""
+        """Unpin and let go of all memory; harmless when done twice."""
         if self._closed:
             return
         self._closed = True
@@ -172,7 +174,7 @@ class Arena:
                 chunk.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):
+        if hasattr(self, "_closed") and not sys.is_finalizing():
             self.close()
 
     def _take_back(self) -> None:

@@ -121,6 +121,7 @@ def test_pinned_memory_is_unpinned_once(monkeypatch: pytest.MonkeyPatch) -> None
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     arena = Arena(GRAIN, pinned=True)
     arena.close()
     arena.close()

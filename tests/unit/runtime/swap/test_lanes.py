@@ -38,9 +38,9 @@ def test_an_unknown_device_is_refused() -> None:
 
 def test_statistics_put_both_directions_together() -> None:
     out, back = Traffic(4 * 10**9, 2, 0.2, 0.0, 0), Traffic(10**9, 1, 0.1, 0.15, 3)
-    found = SwapStatistics(2, 2, 1, 1, out, back, 64, 32)
+    found = SwapStatistics(2, 2, 1, 0, 1, out, back, 64, 32)
     assert (found.out_gb_per_s, found.in_gb_per_s) == (pytest.approx(20), pytest.approx(10))
     assert found.hidden_share == pytest.approx(0.5)
     assert back.hidden_share == 0
     assert found.stalls == 3 and found.per_step(found.moved_bytes) == 2 * 10**9
-    assert SwapStatistics(0, 0, 0, 0, Traffic(), Traffic(), 0, 0).hidden_share == 1
+    assert SwapStatistics(0, 0, 0, 0, 0, Traffic(), Traffic(), 0, 0).hidden_share == 1

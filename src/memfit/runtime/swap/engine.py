@@ -1,0 +1,277 @@
+"""The engine that takes saved tensors to host memory after a call's forward and brings them back.
+
+It works around every executor, through torch's hooks for saved tensors. A call's memory starts to
+leave when autograd saves it; the points at which it is let go and fetched again are the plan's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from memfit.errors import HostMemoryError, UsageError
+from memfit.ir.swap import SwapStatistics
+from memfit.runtime.calls import Engine, Forward
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.swap.arena import Arena
+from memfit.runtime.swap.lanes import Lanes
+from memfit.runtime.swap.moved import Handle, Kept, Moved
+from memfit.runtime.swap.mover import Mover
+from memfit.runtime.swap.schedule import Step
+from memfit.runtime.swap.storages import StorageSet, may_move
+
+Packed = Handle | Kept
+
+
+@dataclass(frozen=True)
+class CallMoves:
+    """What one call moves, and when.
+
+    `names` are nodes of its joint graph, None all that it saves; storages under `smallest` bytes
+    stay. The memory is let go when the forward of call `release` starts and copied back from when
+    the backward of call `prefetch` starts; the number of calls stands for the end of the forward.
+    """
+
+    names: frozenset[str] | None
+    smallest: int
+    release: int
+    prefetch: int
+
+
+class Swap:
+    """Runs calls through another engine and moves what they save.
+
+    `static` are tensors or storages that never move. The arena stays its maker's to close.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        moves: Mapping[int, CallMoves],
+        num_calls: int,
+        arena: Arena,
+        lanes: Lanes,
+        static: Collection[torch.Tensor | torch.UntypedStorage] = (),
+        compiled: CompiledSegments | None = None,
+    ) -> None:
+        named = [index for index, move in moves.items() if move.names is not None]
+        assert compiled is not None or not named, "names belong to compiled calls"
+        self._inner, self._moves, self._num_calls = inner, dict(moves), num_calls
+        self._mover, self._compiled = Mover(arena, lanes), compiled
+        self._static = StorageSet(static)
+        self._points = {move.prefetch for move in self._moves.values()}
+        self._step = Step()
+        self._older: list[Step] = []  # steps whose graphs are still alive
+        self._thread: int | None = None  # that of the forward under way
+        self._running: int | None = None  # the call under way
+        self._last = -1  # the latest call
+        self._bare = False  # whether the step began with a call, not with the model
+        self._called = False  # whether a call has come since the step began
+        self._outside: Any = None  # hooks that were there before the step
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._steps = 0
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the inner engine repeats a forward."""
+        return self._inner.replaying
+
+    def keep(self, tensors: Iterable[torch.Tensor | torch.UntypedStorage]) -> None:
+        """Let these (a batch) never move, as long as they live."""
+        self._static.update(tensors)
+
+    def begin(self) -> None:
+        """Start a step. What a forward that never ended left behind is given up."""
+        here = threading.get_ident()
+        if self._thread not in (None, here) and self._called:
+            raise _two_threads()
+        self._inner.begin()
+        self._close_hooks()
+        assert not self._hooks, "hooks for saved tensors were left open inside a forward"
+        if not self._step.complete:
+            self._mover.drop(self._step.living())
+        self._mover.settle()
+        self._older = [step for step in (*self._older, self._step) if step.living()]
+        self._step = Step()
+        self._thread, self._running, self._called, self._bare = here, None, False, False
+        self._outside = _top_hooks()
+
+    def end(self) -> None:
+        """The model's forward is over: all memory that is to go, goes."""
+        self._release(self._num_calls)
+        self._step.complete = True
+        self._steps += torch.is_grad_enabled()
+        self._thread = None
+        self._inner.end()
+        self._prefetch(self._step, self._num_calls)
+
+    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _in_backward():
+            return self._inner(index, forward, args, kwargs)
+        self._enter(index)
+        try:
+            self._release(index)
+            output = self._run(index, forward, args, kwargs)
+        finally:
+            self._running = None
+        if index in self._points:
+            self._announce(index, output)
+        if self._bare and index == self._num_calls - 1:
+            self.end()
+        return output
+
+    def statistics(self) -> SwapStatistics:
+        """What was moved since the last reset; waits for copies under way."""
+        mover = self._mover
+        out, back = mover.traffic()
+        return SwapStatistics(
+            steps=self._steps,
+            moves=mover.moves,
+            retrievals=mover.retrievals,
+            late=mover.late,
+            stayed=mover.stayed,
+            out=out,
+            back=back,
+            host_bytes=mover.arena.capacity_bytes,
+            host_highest_bytes=mover.arena.highest_bytes,
+        )
+
+    def reset_statistics(self) -> None:
+        """Count from zero again."""
+        self._mover.reset()
+        self._steps = 0
+
+    def close(self) -> None:
+        """Give everything up and wait for the copies; harmless when done twice."""
+        self._thread = None
+        for step in (*self._older, self._step):
+            self._mover.drop(step.living())
+        self._older, self._step = [], Step()
+        self._mover.synchronize()
+
+    def _enter(self, index: int) -> None:
+        """Take note that a call begins; a loss that calls only parts of the model has no begin."""
+        if self._thread is None or (self._bare and self._running is None and index <= self._last):
+            self.begin()
+            self._bare = self._step.complete = True
+        if self._thread != threading.get_ident():
+            raise _two_threads()
+        if self._running is not None:
+            raise UsageError(
+                f"segment call {index} began inside call {self._running}, which swaps",
+                hint="segments must not contain one another: give other segments",
+            )
+        self._running, self._last, self._called = index, index, True
+
+    def _run(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        moves = self._moves.get(index)
+        # Hooks that came up within the step (a checkpoint, a run of the inner engine) own what
+        # is saved under them.
+        owned = _top_hooks() != self._outside
+        if moves is None or owned:
+            try:
+                return self._inner(index, forward, args, kwargs)
+            finally:
+                self._close_hooks()
+        named = StorageSet()
+        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, moves, named), _unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        try:
+            with self._watched(moves, named):
+                return self._inner(index, forward, args, kwargs)
+        finally:
+            self._close_hooks()
+
+    def _close_hooks(self) -> None:
+        """Take our hooks off, unless the inner engine has left its own on top for its next call."""
+        while self._hooks:
+            top = _top_hooks()
+            if top is None or top[0] is not self._hooks[-1].pack_hook:
+                return
+            self._hooks.pop().__exit__(None, None, None)
+
+    @contextmanager
+    def _watched(self, moves: CallMoves, named: StorageSet) -> Iterator[None]:
+        """Learn which storages the named nodes have, before autograd saves them."""
+        names, compiled = moves.names, self._compiled
+        if names is None or compiled is None:
+            yield
+            return
+        outer = compiled.watch
+
+        def watch(node: str, tensor: torch.Tensor) -> None:
+            if outer is not None:
+                outer(node, tensor)
+            if node in names:
+                named.add(tensor)
+
+        with compiled.watched(watch):
+            yield
+
+    def _pack(self, moves: CallMoves, named: StorageSet, tensor: torch.Tensor) -> Packed:
+        if not may_move(tensor, self._mover.lanes.device, moves.smallest, self._static):
+            return Kept(tensor)
+        if moves.names is not None and tensor.untyped_storage() not in named:
+            return Kept(tensor)
+        moved = self._step.find(tensor)
+        if moved is None:
+            moved = self._move(tensor)
+            self._step.add(moved, moves.release)
+        self._step.wanted(moved, moves.prefetch)
+        return Handle(moved, tensor)
+
+    def _move(self, tensor: torch.Tensor) -> Moved:
+        try:
+            return self._mover.move(tensor, self._step)
+        except HostMemoryError:
+            # A backward that failed leaves its graph to whoever holds the loss.
+            failed = [m for step in self._older if step.begun for m in step.living()]
+            if not failed:
+                raise
+            self._mover.drop(failed)
+            return self._mover.move(tensor, self._step)
+
+    def _release(self, index: int) -> None:
+        due = self._step.due_releases(index)
+        if due:
+            self._mover.release(due)
+
+    def _announce(self, index: int, output: Any) -> None:
+        """Have the copies back begin with the backward of this call."""
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
+            node.register_prehook(partial(self._prefetch, self._step, index))
+
+    def _prefetch(self, step: Step, index: int, gradients: Any = None) -> None:
+        step.begun = step.begun or gradients is not None
+        for moved in step.due_prefetches(index):
+            self._mover.prefetch(moved)
+
+
+def _unpack(packed: Packed) -> torch.Tensor:
+    return packed.tensor()
+
+
+def _top_hooks() -> Any:
+    """The hooks for saved tensors that are on top, as (pack, unpack), or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _in_backward() -> bool:
+    """Whether a checkpoint of the user's repeats a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _two_threads() -> UsageError:
+    return UsageError(
+        "a segment was called from another thread while a step that swaps is under way",
+        hint="run the forwards of one model in one thread; give each thread a model of its own",
+    )

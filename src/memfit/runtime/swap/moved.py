@@ -1,0 +1,124 @@
+"""One piece of device memory on its way to the host and back, and what autograd holds of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit.runtime.swap.arena import Slot
+from memfit.runtime.swap.lanes import Copy
+from memfit.runtime.swap.storages import same_counter
+
+if TYPE_CHECKING:
+    from memfit.runtime.swap.mover import Mover
+
+
+class Moved:
+    """The memory of one storage, in one version.
+
+    leaving   the memory is still there, `copy` takes it to the slot
+    away      only the slot has it
+    returning new memory, which `copy` fills; the slot is free for copies after that
+    here      the new memory is filled
+
+    `alias` shares the version counter of the saved tensor, and its memory while it is leaving.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "alias",
+        "copy",
+        "lost",
+        "mover",
+        "size",
+        "slot",
+        "stayed",
+        "step",
+        "storage",
+        "version",
+    )
+
+    def __init__(self, mover: Mover, tensor: torch.Tensor, step: Any) -> None:
+        self.mover = mover
+        self.step = step  # its `begun` is set when a tensor is asked for
+        self.alias = tensor.detach()  # without the graph, which would hold itself alive
+        self.version = tensor._version
+        self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
+        self.size = self.storage.nbytes()
+        self.slot: Slot | None = None
+        self.copy: Copy | None = None
+        self.lost = self.stayed = False
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the memory it came with is still there."""
+        return self.storage is not None and self.slot is not None
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the memory of a tensor with the same storage, as that is now."""
+        return self.version == tensor._version and same_counter(self.alias, tensor)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.mover.bury(self)
+
+
+class Handle:
+    """What autograd keeps in the place of a saved tensor whose memory moves."""
+
+    __slots__ = ("dtype", "moved", "offset", "size", "stride")
+
+    def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
+        self.moved = moved
+        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
+        self.size, self.stride = tensor.size(), tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor again."""
+        moved = self.moved
+        _check_version(moved.alias, moved.version, self.size)
+        moved.step.begun = True
+        storage = moved.mover.fetch(moved)
+        return over(storage, self.dtype, self.offset, self.size, self.stride)
+
+
+class Kept:
+    """What autograd keeps of a saved tensor that stays.
+
+    Detached: an output that were kept as it is would hold its own graph alive. torch leaves the
+    check of versions to hooks where there are any.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor."""
+        _check_version(self._tensor, self._version, self._tensor.size())
+        return self._tensor
+
+
+def over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """A tensor over a storage."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+
+
+def _check_version(tensor: torch.Tensor, version: int, size: Sequence[int]) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(size)} {tensor.dtype} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
