@@ -30,13 +30,16 @@ from memfit.planning.mutwo.step import (
 Simulate = Callable[[Sequence[Decision]], Usage]
 
 
-def decide(step: Step, limit_bytes: int | None, simulate: Simulate) -> tuple[Decision, ...]:
+def decide(
+    step: Step, limit_bytes: int | None, simulate: Simulate, host_bytes: int | None = None
+) -> tuple[Decision, ...]:
     """A decision for every candidate: those taken, in order, then the ones that stay.
 
     `simulate` is Algorithm G: the memory of the step under the decisions so far. Without a limit,
-    or where it is not reached, the loop goes on while there is anything to decide.
+    or where it is not reached, the loop goes on while there is anything to decide. At most
+    `host_bytes` are swapped.
     """
-    policy = _Policy(step)
+    policy = _Policy(step, host_bytes)
     usage = simulate(())
     while limit_bytes is None or usage.peak_bytes > limit_bytes:
         if not policy.take(usage):
@@ -49,7 +52,7 @@ def decide(step: Step, limit_bytes: int | None, simulate: Simulate) -> tuple[Dec
 class _Policy:
     """The state of the loop."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, host_bytes: int | None) -> None:
         self.lineage = Lineage(step.candidates)
         self.decisions: list[Decision] = []
         self._prefetches = Prefetches(step)
@@ -57,11 +60,12 @@ class _Policy:
         idle_s = [step.inactive_s(c) for c in step.candidates]
         movable = (n for n, c in enumerate(step.candidates) if c.swap_s < NEVER_S)
         self._by_idleness = sorted(movable, key=lambda n: (-idle_s[n], n))
+        self._host_bytes = float("inf") if host_bytes is None else host_bytes
 
     def take(self, usage: Usage) -> bool:
         """Decide about one more candidate; False where there is none to decide about."""
         self._refresh(usage)  # where memory is over changed with the last decision
-        to_swap = next((n for n in self._by_idleness if n in self.lineage.remaining), None)
+        to_swap = next(filter(self._can_swap, self._by_idleness), None)
         to_recompute = self.lineage.best()
         recompute_s = NEVER_S if to_recompute is None else self.lineage.total_s[to_recompute]
         if to_swap is not None and self._swap(to_swap, below_s=recompute_s):
@@ -73,6 +77,10 @@ class _Policy:
         self._refresh(usage)  # copies hide behind it, and may be needed for it
         return True
 
+    def _can_swap(self, number: int) -> bool:
+        fits = self._candidates[number].bytes <= self._host_bytes
+        return fits and number in self.lineage.remaining
+
     def _swap(self, number: int, below_s: float) -> bool:
         """Swap a candidate if that adds less than so many seconds."""
         want = self._want(number)
@@ -82,6 +90,7 @@ class _Policy:
         prefetch = self._prefetches.add(want)
         self.lineage.swap(number)
         self._by_idleness.remove(number)
+        self._host_bytes -= self._candidates[number].bytes
         self.decisions.append(Decision(number, SWAP, overhead_s, prefetch.prompt))
         return True
 

@@ -137,6 +137,13 @@ def test_what_cannot_be_swapped_nor_recomputed_stays() -> None:
     assert _choices(step, 1) == {1: RECOMPUTE, 0: RETAINED}
 
 
+def test_no_more_is_swapped_than_the_host_has_room_for() -> None:
+    step = _step([4, 3, 4, 3], [1] * 4, [0.0] * 4)
+    decisions = decide(step, None, _memory(step), host_bytes=7)
+    swapped = [d.candidate for d in decisions if d.choice == SWAP]
+    assert swapped == [0, 1] and sum(d.choice == RECOMPUTE for d in decisions) == 2
+
+
 def test_a_copy_slows_down_what_runs_beside_it() -> None:
     step = _step([4, 4, 4], [1, 1, 1], [1, 1, 1])
     slow = replace(step, candidates=tuple(replace(c, drag_s=2.0) for c in step.candidates))
