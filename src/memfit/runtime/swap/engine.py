@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.errors import HostMemoryError, UsageError
+from memfit.errors import UsageError
 from memfit.ir.swap import SwapStatistics
 from memfit.runtime.calls import Engine, Forward
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import Lanes
-from memfit.runtime.swap.moved import Handle, Kept, Moved
+from memfit.runtime.swap.moved import Handle, Kept
 from memfit.runtime.swap.mover import Mover
 from memfit.runtime.swap.schedule import Step
 from memfit.runtime.swap.storages import StorageSet, may_move
@@ -88,17 +88,14 @@ class Swap:
         self._static.update(tensors)
 
     def begin(self) -> None:
-        """Start a step. What a forward that never ended left behind is given up."""
+        """Start a step. What a forward or a backward that failed left behind is given up."""
         here = threading.get_ident()
-        if self._thread not in (None, here) and self._called:
+        if self._under_way and self._thread != here:
             raise _two_threads()
         self._inner.begin()
         self._close_hooks()
         assert not self._hooks, "hooks for saved tensors were left open inside a forward"
-        if not self._step.complete:
-            self._mover.drop(self._step.living())
-        self._mover.settle()
-        self._older = [step for step in (*self._older, self._step) if step.living()]
+        self._give_up_failed()
         self._step = Step()
         self._thread, self._running, self._called, self._bare = here, None, False, False
         self._outside = _top_hooks()
@@ -156,12 +153,35 @@ class Swap:
         self._older, self._step = [], Step()
         self._mover.synchronize()
 
+    @property
+    def _under_way(self) -> bool:
+        """Whether calls of a forward have come and more of them may."""
+        if self._thread is None or not self._called:
+            return False
+        return self._running is not None or not self._bare
+
+    def _give_up_failed(self) -> None:
+        """Drop what no backward will ask for, although someone may hold its graph.
+
+        A backward that asked for some tensors and not for others has failed: with
+        `retain_graph=True` it would have asked for all.
+        """
+        if not self._step.complete:
+            self._mover.drop(self._step.living())
+        self._older = [step for step in (*self._older, self._step) if step.living()]
+        for step in self._older:
+            if step.begun:
+                self._mover.drop([moved for moved in step.living() if not moved.here])
+        self._mover.settle()
+
     def _enter(self, index: int) -> None:
         """Take note that a call begins; a loss that calls only parts of the model has no begin."""
-        if self._thread is None or (self._bare and self._running is None and index <= self._last):
+        here = threading.get_ident()
+        again = self._thread != here or (self._bare and index <= self._last)
+        if again and not self._under_way:
             self.begin()
             self._bare = self._step.complete = True
-        if self._thread != threading.get_ident():
+        if self._thread != here:
             raise _two_threads()
         if self._running is not None:
             raise UsageError(
@@ -223,21 +243,10 @@ class Swap:
             return Kept(tensor)
         moved = self._step.find(tensor)
         if moved is None:
-            moved = self._move(tensor)
+            moved = self._mover.move(tensor, self._step)
             self._step.add(moved, moves.release)
         self._step.wanted(moved, moves.prefetch)
         return Handle(moved, tensor)
-
-    def _move(self, tensor: torch.Tensor) -> Moved:
-        try:
-            return self._mover.move(tensor, self._step)
-        except HostMemoryError:
-            # A backward that failed leaves its graph to whoever holds the loss.
-            failed = [m for step in self._older if step.begun for m in step.living()]
-            if not failed:
-                raise
-            self._mover.drop(failed)
-            return self._mover.move(tensor, self._step)
 
     def _release(self, index: int) -> None:
         due = self._step.due_releases(index)

@@ -57,6 +57,11 @@ class Moved:
         """Whether the memory it came with is still there."""
         return self.storage is not None and self.slot is not None
 
+    @property
+    def here(self) -> bool:
+        """Whether it came back and nothing is left to do for it."""
+        return self.storage is not None and self.slot is None and self.copy is None
+
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether it is the memory of a tensor with the same storage, as that is now."""
         return self.version == tensor._version and same_counter(self.alias, tensor)
