@@ -10,6 +10,7 @@ A Lanes has one owner, which makes its calls one at a time.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from memfit.ir.swap import Traffic
 from memfit.runtime.swap.arena import Slot
 
 OUT, BACK = 0, 1  # directions: to the host, to the device
+_numbers = itertools.count(1)  # of all lanes, which may use one arena after one another
 _NOISE_S = 20e-6  # two events with nothing between them may lie this far apart
 
 
@@ -115,7 +117,6 @@ class HostLanes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies = 0
         self._meters = (_Meter(), _Meter())
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Copy:
@@ -146,8 +147,7 @@ class HostLanes:
         seconds = time.perf_counter() - start
         self._meters[direction].copied(source.numel(), seconds)
         self._meters[direction].stalled(seconds)
-        self._copies += 1
-        return Copy(direction, self._copies, source.numel())
+        return Copy(direction, next(_numbers), source.numel())
 
 
 class CudaLanes:
@@ -163,7 +163,6 @@ class CudaLanes:
         self.device = torch.device("cuda", index)
         self._streams = tuple(torch.cuda.Stream(self.device) for _ in (OUT, BACK))
         self._here = torch.cuda.Event()  # where the computation stands when a copy is started
-        self._copies = 0
         self._events: list[torch.cuda.Event] = []
         self._under_way: tuple[deque[Copy], deque[Copy]] = (deque(), deque())
         self._waits: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -216,8 +215,8 @@ class CudaLanes:
         stream.wait_event(self._here)
         if after is not None and after.end is not None:
             stream.wait_event(after.end)
-        self._copies += 1
-        copy = Copy(direction, self._copies, source.numel(), self._event(), self._event(), current)
+        start, end = self._event(), self._event()
+        copy = Copy(direction, next(_numbers), source.numel(), start, end, current)
         with torch.cuda.stream(stream):
             copy.start.record(stream)
             target.copy_(source, non_blocking=True)

@@ -59,8 +59,7 @@ class Mover:
     def release(self, moveds: Sequence[Moved]) -> None:
         """Let the device memory of those that are leaving go, after their copies."""
         with self._alone():
-            leaving = [moved for moved in moveds if moved.leaving]
-            self._let_go(leaving)
+            self._let_go([moved for moved in moveds if moved.leaving])
 
     def prefetch(self, moved: Moved) -> None:
         """Start to copy back what is away."""

@@ -44,3 +44,13 @@ def test_statistics_put_both_directions_together() -> None:
     assert back.hidden_share == 0
     assert found.stalls == 3 and found.per_step(found.moved_bytes) == 2 * 10**9
     assert SwapStatistics(0, 0, 0, 0, 0, Traffic(), Traffic(), 0, 0).hidden_share == 1
+
+
+def test_a_later_copy_has_a_higher_number_whoever_makes_it() -> None:
+    """Engines may use one arena after one another; slots wait for the latest copy."""
+    arena = Arena(2**20, pinned=False)
+    numbers = []
+    for _ in range(2):
+        lanes = lanes_for(torch.device("cpu"))
+        numbers.append(lanes.copy_out(torch.zeros(10, dtype=torch.uint8), arena.take(10)).number)
+    assert numbers[0] < numbers[1]

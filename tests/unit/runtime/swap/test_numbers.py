@@ -37,7 +37,7 @@ def _direct(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Recurrent(nn.Module):
-    """An LSTM: its gates are changed in place in pieces of one storage that count apart."""
+    """An LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +47,24 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.cell(self.stem(x))[0])
+
+
+class Gates(nn.Module):
+    """Changes pieces of one storage in place that count apart, as recurrent cells on a GPU do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 32)
+        self.cell = Gates.Cell()
+        self.head = nn.Linear(8, 4)
+
+    class Cell(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            forget, enter, value, out = (x + 0).unsafe_chunk(4, -1)
+            return forget.sigmoid_() * enter.sigmoid_() * value.tanh_() * out.sigmoid_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cell(self.stem(x)))
 
 
 class Views(nn.Module):
@@ -88,6 +106,7 @@ CASES: dict[str, tuple[Callable[[SimpleNamespace], Workload], Sequence[str], int
     "changed buffers": (lambda z: z.workload(z.CountingNet), STACK[:4], 1),
     "autocast": (lambda z: z.workload(z.Stack, loss=_autocast), STACK, 1),
     "recurrent": (lambda z: z.workload(Recurrent), ["stem", "cell", "head"], 1),
+    "gates": (lambda z: z.workload(Gates), ["stem", "cell", "head"], 1),
     "views": (lambda z: z.workload(Views), ["stem", "body", "head"], 1),
     "the model called twice": (
         lambda z: z.workload(lambda: z.Stack(blocks=2), loss=_twice),
