@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from memfit.fitted import Fitted
     from memfit.ir.plan import Plan
     from memfit.ir.profile import Profile
+    from memfit.runtime.pressure.valve import pressure
     from memfit.workload import Workload
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "fit",
     "fit_workload",
     "plan",
+    "pressure",
     "profile",
 ]
 _MODULES = {
@@ -31,6 +33,7 @@ _MODULES = {
     "Plan": "memfit.ir.plan",
     "Profile": "memfit.ir.profile",
     "Workload": "memfit.workload",
+    "pressure": "memfit.runtime.pressure.valve",
 }
 
 

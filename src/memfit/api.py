@@ -20,10 +20,11 @@ from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import allowed_techniques
+from memfit.planning.techniques import techniques_for
 from memfit.runtime.apply import Applied, check_plan
 from memfit.runtime.signature import batch_signature, describe
-from memfit.units import format_bytes
+from memfit.runtime.swap.host_memory import default_host_budget
+from memfit.units import format_bytes, parse_bytes
 from memfit.verify.budget import BudgetCheck, check_budget
 from memfit.verify.numerics import check_numerics
 from memfit.verify.speed import Speed, compare_speed
@@ -74,7 +75,8 @@ def plan(
     if budget is not None:
         facts = what.device if isinstance(what, Profile) else device_facts(what.device)
         check_budget_text(budget, facts)
-    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
+    kind = what.device.type
+    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
     goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
     measured = what
     if not isinstance(measured, Profile):
@@ -143,7 +145,8 @@ def fit_workload(
         budget = None
     if budget is not None:
         check_budget_text(budget, device_facts(workload.device))
-    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval)
+    kind = workload.device.type
+    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
     goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
     if plan is not None:
         check_plan_for(plan, workload)
@@ -186,6 +189,8 @@ def fit_workload(
             made.budget_bytes,
             steps=1,
             strategy=goal.strategy,
+            allow=goal.techniques,
+            host_budget=goal.host_bytes,
             max_slowdown=max_slowdown,
             interval=interval,
             segments=segments,
@@ -228,16 +233,21 @@ def _goal(
     max_slowdown: float | None,
     activation_reduction: float | None,
     interval: int | None,
+    device_type: str,
 ) -> Goal:
-    if host_budget is not None:
+    techniques = techniques_for(strategy, allow, device_type)
+    host_bytes = None
+    if "offload" in techniques:
+        host_bytes = default_host_budget() if host_budget is None else parse_bytes(host_budget)
+    elif host_budget is not None:
         raise UsageError(
-            "host_budget is given, but no technique of this version uses host memory",
-            hint="leave it out",
+            "host_budget is given, but nothing may be moved to the host",
+            hint="allow it: allow='+offload' (--allow +offload)",
         )
-    if "recompute" not in allowed_techniques(allow):
-        strategy = "none"
     return Goal(
-        strategy=strategy,
+        strategy=strategy if techniques else "none",
+        techniques=techniques,
+        host_bytes=host_bytes,
         max_slowdown=max_slowdown,
         activation_reduction=activation_reduction,
         interval=interval,
@@ -333,7 +343,7 @@ def _result(
         decisions=Decisions(
             kept_bytes=made.kept_bytes,
             recomputed_bytes=made.recomputed_bytes,
-            offloaded_bytes=0,
+            offloaded_bytes=made.offloaded_bytes,
             num_segments=len(made.segments),
             techniques=made.techniques,
         ),

@@ -36,6 +36,7 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 
 def learn_variants(workload: Workload, profile: Profile, plan: Plan) -> Profile | None:
     """The profile with what the plan's variants showed; None when there is nothing new in them."""
+    plan = plan.resident()  # copies are known already: this is about variants
     chosen = _chosen(profile, plan)
     if not chosen:
         return None

@@ -13,6 +13,7 @@ from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
 from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, Profile
+from memfit.measure.bandwidth import copy_rates
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
 from memfit.measure.memory import static_bytes
@@ -36,6 +37,8 @@ def profile_workload(
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards."""
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
+    say("measuring copies to the host")
+    copy = copy_rates(workload.device)
     with untouched(workload):
         say("finding segments")
         found, inplace = find_segments(workload, segments)
@@ -71,6 +74,7 @@ def profile_workload(
         baseline=(
             None if peak is None else Baseline(peak.bytes, peak.reserved_bytes, seconds.step_s)
         ),
+        copy=copy,
         allocator=allocator,
         executor=executor,
         graphs=tuple(captured.graphs),

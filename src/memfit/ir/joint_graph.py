@@ -199,8 +199,8 @@ class Variant:
     `saved` are the nodes handed from forward to backward (parameters go without saying). Of what
     they hold, `held_bytes` belong to this segment alone; the rest are its inputs and outputs. The
     memory of `moved` ones waits on the host in between: `moved_bytes` of it are this segment's
-    alone, and not in `held_bytes`. The two peaks are bytes above those live when the pass begins; `seconds` is what recomputing
-    adds to the step.
+    alone, and not in `held_bytes`. The two peaks are bytes above those live when the pass begins;
+    `seconds` is what recomputing adds to the step.
     """
 
     saved: tuple[int, ...]

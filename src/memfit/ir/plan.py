@@ -9,8 +9,8 @@ from pathlib import Path
 from memfit.errors import PlanFileError
 from memfit.ir.codec import from_data, to_data
 
-SCHEMA_VERSION = 2
-KEEP, RECOMPUTE, PARTIAL = "keep", "recompute", "partial"
+SCHEMA_VERSION = 3
+KEEP, RECOMPUTE, PARTIAL, OFFLOAD = "keep", "recompute", "partial", "offload"
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class ActivationPlan:
 class VariantPlan:
     """One way to run a captured segment, for all calls that use it.
 
-    `graph` is the key of its joint graph, `saved` the nodes handed from forward to backward.
+    `graph` is the key of its joint graph, `saved` the nodes handed from forward to backward, of
+    which `offloaded` ones wait on the host.
     """
 
     graph: str
     kind: str
     saved: tuple[str, ...]
+    offloaded: tuple[str, ...]
     unplanned: bool
     forward_ranks: int
     backward_ranks: int
@@ -50,7 +52,9 @@ class SegmentPlan:
     """The decision for one segment call. `run` numbers the calls recomputed together.
 
     `variant` is the one it runs by, for a captured segment; `uncaptured` says why it is none.
-    `activations` are those of an uncaptured segment.
+    `activations` are those of an uncaptured segment. What is offloaded is off the device before
+    the forward of segment `release`, and starts to come back before the backward of segment
+    `prefetch`; the number of segments stands for the end of the model's forward.
     """
 
     name: str
@@ -61,9 +65,12 @@ class SegmentPlan:
     decision: str
     saved_bytes: int  # from forward to backward when nobody decides
     recomputed_bytes: int  # of these, not kept
+    offloaded_bytes: int  # of these, on the host
     recompute_s: float
     reason: str
     run: int | None = None
+    release: int | None = None
+    prefetch: int | None = None
     variant: int | None = None
     uncaptured: str | None = None
     mutated_buffers: tuple[str, ...] = ()
@@ -81,6 +88,8 @@ class Prediction:
     gap: float
     categories: dict[str, int]
     where: str
+    copy_s: float = 0.0  # of copying to the host and back, both lanes together
+    stall_s: float = 0.0  # of waiting for copies
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ class Plan:
     executor: str = "module"
     counts: str = "reserved"  # what must stay within the budget: "reserved" or "live" bytes
     techniques: tuple[str, ...] = ()
+    host_bytes: int = 0  # memory that waits on the host at once
+    smallest_move_bytes: int = 0  # smaller tensors are not moved
     trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()
     model_calls: int = 1  # how often the step calls the model itself
@@ -131,12 +142,29 @@ class Plan:
                 s,
                 decision=KEEP,
                 recomputed_bytes=0,
+                offloaded_bytes=0,
                 run=None,
+                release=None,
+                prefetch=None,
                 variant=None if s.variant is None else default[self.variants[s.variant].graph],
             )
             for s in self.segments
         )
-        return replace(self, strategy="none", segments=segments, trim=False, techniques=())
+        return replace(
+            self, strategy="none", segments=segments, trim=False, techniques=(), host_bytes=0
+        )
+
+    def resident(self) -> Plan:
+        """The same plan with nothing on the host: what it would move stays on the device."""
+        segments = tuple(
+            replace(s, release=None, prefetch=None, offloaded_bytes=0) for s in self.segments
+        )
+        return replace(self, segments=segments, host_bytes=0)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that wait on the host between forward and backward."""
+        return sum(s.offloaded_bytes for s in self.segments)
 
     @property
     def recomputed_bytes(self) -> int:
@@ -146,7 +174,7 @@ class Plan:
     @property
     def kept_bytes(self) -> int:
         """Bytes that are kept from forward to backward."""
-        return sum(s.saved_bytes - s.recomputed_bytes for s in self.segments)
+        return sum(s.saved_bytes - s.recomputed_bytes - s.offloaded_bytes for s in self.segments)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -1,4 +1,8 @@
-"""How fast bytes are copied: within the host, and between host and device."""
+"""How fast bytes are copied: within the host, and between host and device.
+
+What a plan needs of it (`copy_rates`) is measured once per process and device: one copy each way,
+how long the smallest takes, and how much copies slow down memory-bound work beside them.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,19 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+
+from memfit.ir.profile import CopyRates
+from memfit.measure.step import is_out_of_memory
 
 REPEATS = 7
 HOST_BYTES = 256 * 2**20  # well past any cache
 DEVICE_BYTES = 256 * 2**20
+RATE_BYTES = 64 * 2**20  # for plans: the device may have little left
+SMALL_BYTES = 4096
+MOST_DRAG = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,66 @@ def device_copy_bandwidth(
             pageable_to_device=rate(lambda: here.copy_(pageable)),
             pageable_to_host=rate(lambda: pageable.copy_(here)),
         )
+
+
+def copy_rates(device: torch.device) -> CopyRates | None:
+    """How copies to the host and back go; None when the device has no room to measure it."""
+    if device.type == "cpu":
+        return _host_rates()
+    if device.type != "cuda":
+        return None
+    try:
+        return _device_rates(torch.device("cuda", device.index or torch.cuda.current_device()))
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+@cache
+def _host_rates() -> CopyRates:
+    rate = host_copy_bandwidth(RATE_BYTES)
+    latency_s = SMALL_BYTES / host_copy_bandwidth(SMALL_BYTES, 101)
+    return CopyRates(rate, rate, latency_s, drag=1.0)  # nothing runs beside a copy here
+
+
+@cache
+def _device_rates(device: torch.device) -> CopyRates:
+    with torch.cuda.device(device):
+        here, other = (torch.ones(RATE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        sent, got = (torch.ones(RATE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        out_s = _median_seconds(lambda: sent.copy_(here, non_blocking=True), REPEATS)
+        in_s = _median_seconds(lambda: here.copy_(got, non_blocking=True), REPEATS)
+        few, sent_few = here[:SMALL_BYTES], sent[:SMALL_BYTES]
+        latency_s = _median_seconds(lambda: sent_few.copy_(few, non_blocking=True), 21)
+        target = torch.empty_like(here)
+        # As much work as one copy each way takes.
+        alone_s = _median_seconds(lambda: target.copy_(here), REPEATS)
+        repeats = max(1, round(min(out_s, in_s) / alone_s))
+        lanes = tuple(torch.cuda.Stream() for _ in range(2))
+
+        def beside() -> None:
+            current = torch.cuda.current_stream()
+            for lane, into, source in zip(lanes, (sent, other), (here, got), strict=True):
+                lane.wait_stream(current)
+                with torch.cuda.stream(lane):
+                    into.copy_(source, non_blocking=True)
+
+        def work(copying: bool) -> None:
+            if copying:
+                beside()
+            for _ in range(repeats):
+                target.copy_(here)
+
+        work_s = _median_seconds(lambda: work(False), REPEATS)
+        both_s = _median_seconds(lambda: work(True), REPEATS)
+        torch.cuda.synchronize()
+    drag = (both_s - work_s) / work_s / 2
+    return CopyRates(
+        RATE_BYTES / out_s, RATE_BYTES / in_s, latency_s, min(max(drag, 0.0), MOST_DRAG)
+    )
 
 
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:

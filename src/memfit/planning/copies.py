@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from memfit.ir.profile import Profile
+from memfit.ir.profile import CopyRates, Profile
 from memfit.ir.step_graph import StepGraph
 from memfit.planning.acts import Act, Away, without_points
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CopyTimes:
     """Seconds that each lane copies, and that the compute waits for copies."""
 
     out_s: float = 0.0
@@ -43,8 +43,8 @@ class Traffic:
 class Copies:
     """The two lanes of one step."""
 
-    def __init__(self, graph: StepGraph, profile: Profile) -> None:
-        self.graph, self.rates = graph, profile.copy
+    def __init__(self, graph: StepGraph, profile: Profile, rates: CopyRates | None) -> None:
+        self.graph, self.rates = graph, rates
         total_s = sum(t.forward_s + t.backward_s for t in profile.call_times)
         scale = min(1.0, profile.step_s / profile.accumulate / total_s) if total_s > 0 else 1.0
         self.forward_s = [scale * t.forward_s for t in profile.call_times]
@@ -69,17 +69,17 @@ class Copies:
 
     def traffic(
         self, loads: Sequence[tuple[Away, int, int]], extra_s: Mapping[int, float]
-    ) -> Traffic:
+    ) -> CopyTimes:
         """Run the lanes. Loads are what is away, with its bytes each way; `extra_s` is what acts
         add to the backward of calls."""
         if not loads:
-            return Traffic()
+            return CopyTimes()
         calls = len(self.graph.calls)
         out_s = {a.call: self.out_seconds(size, a.tensors) for a, size, _ in loads}
         in_s = {a.call: self.in_seconds(size, a.tensors) for a, _, size in loads}
         busy = (sum(out_s.values()), sum(in_s.values()))
         if not self.overlap:
-            return Traffic(*busy)
+            return CopyTimes(*busy)
         leaving: dict[int, list[int]] = {}
         coming: dict[int, list[int]] = {}
         for away, _, _ in loads:
@@ -106,7 +106,7 @@ class Copies:
                 now = max(now, back[boundary])
             if boundary < calls:
                 now += self.backward_s[boundary] + extra_s.get(boundary, 0.0)
-        return Traffic(*busy, stall_s)
+        return CopyTimes(*busy, stall_s)
 
     def scheduled(
         self, simulator: Simulator, acts: Sequence[Act], budget: int | None
@@ -120,14 +120,15 @@ class Copies:
         curve = simulator.highest(tight)
         room = None if budget is None else budget - curve
         extra_s = simulator.added_seconds(tight)
-        out = {a.call: (size, self.out_seconds(size, a.tensors)) for a, size, _ in loads}
-        back = {a.call: (size, self.in_seconds(size, a.tensors)) for a, _, size in loads}
+        hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
+        out = {a.call: (size, hides * self.out_seconds(size, a.tensors)) for a, size, _ in loads}
+        back = {a.call: (size, hides * self.in_seconds(size, a.tensors)) for a, _, size in loads}
         calls, order = self.graph.calls, self.order
         forward = range(len(calls))
         ends = [c.enter for c in calls[1:]] + [self.graph.model_end]
         leaves = _points(
             [out.get(c, (0, 0.0)) for c in forward],
-            self.forward_s if self.overlap else [0.0] * len(calls),
+            self.forward_s,
             [_least(room, calls[c].enter, ends[c]) for c in forward],
         )
         # The way back is the same with time reversed; before the first backward lies the loss.
@@ -137,10 +138,7 @@ class Copies:
         first = calls[order[0]].need if order else self.graph.backward_end
         returns = _points(
             [*(back.get(c, (0, 0.0)) for c in mirrored), (0, 0.0)],
-            [
-                *((self.backward_s[c] + extra_s.get(c, 0.0)) * self.overlap for c in mirrored),
-                0.0,
-            ],
+            [*(self.backward_s[c] + extra_s.get(c, 0.0) for c in mirrored), 0.0],
             [
                 *(_least(room, calls[c].need, until_of[c]) for c in mirrored),
                 _least(room, self.graph.model_end, first),

@@ -25,8 +25,8 @@ class Lanes:
     """Columns and rows of the lanes, for one list of candidate acts.
 
     The columns follow `first`: bytes in transit per forward, the same per backward (with one for
-    the loss before them), seconds waited before each forward and the model's end, seconds waited
-    before each backward. Bytes are divided by `scale`, seconds by `total_s`.
+    the loss before them), seconds waited after each forward, for what is back before the first
+    backward, and before each backward. Bytes are divided by `scale`, seconds by `total_s`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Lanes:
     @property
     def columns(self) -> int:
         """How many columns the lanes add."""
-        return 2 * (self.calls + len(self.order)) + 1 if self.active else 0
+        return 2 * (self.calls + len(self.order) + 1) if self.active else 0
 
     @property
     def waits(self) -> range:
@@ -69,13 +69,16 @@ class Lanes:
         """Bytes that each act puts on the host."""
         return {number: self._sizes(number) for number in self.aways}
 
-    def rows(self, first: int) -> Iterator[LaneRow]:
-        """Rows over the acts and the lanes' columns, which begin at `first`."""
+    def rows(self, first: int, share: float) -> Iterator[LaneRow]:
+        """Rows over the acts and the lanes' columns, which begin at `first`.
+
+        `share` of the lanes' bytes per second are used.
+        """
         rates = self.copies.rates
         if not self.active or rates is None:
             return
-        out = rates.out_bytes_per_s * self.total_s / self.scale  # carried per unit of time
-        back = rates.in_bytes_per_s * self.total_s / self.scale
+        out = share * rates.out_bytes_per_s * self.total_s / self.scale  # per unit of time
+        back = share * rates.in_bytes_per_s * self.total_s / self.scale
         sent = self._by_call(rates.out_bytes_per_s * rates.latency_s)
         wanted = self._by_call(rates.in_bytes_per_s * rates.latency_s)
         transit, early = first, first + self.calls
@@ -88,7 +91,9 @@ class Lanes:
             yield row, 0.0
             seconds = self.copies.forward_s[call] / self.total_s
             yield {**row, transit + call: 1.0}, out * seconds
-        later = waits + self.calls
+        # Between the model's forward and the first backward nothing is known to run.
+        yield {early: 1.0, waits + self.calls: -back}, 0.0
+        later = waits + self.calls + 1
         for number, call in enumerate(self.order):
             # Before the backward of `call`: what it wants, and what came early for later ones.
             row = {**wanted[call], later + number: -back, early + number: -1.0}

@@ -13,16 +13,10 @@ from memfit.ir.profile import Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
 from memfit.planning.refusal import nothing_fits, strategy_fails
+from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
-from memfit.planning.strategies import (
-    STRATEGIES,
-    Choice,
-    Request,
-    Strategy,
-    choose_all,
-    choose_interval,
-)
+from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
@@ -40,8 +34,10 @@ class Goal:
     strategy: str = "optimal"
     interval: int | None = None
     margin_bytes: int = 0
-    time_limit_s: float = 10.0
-    min_tensor_bytes: int = 0  # smaller tensors are not worth recomputing
+    time_limit_s: float = 8.0
+    min_tensor_bytes: int = 0  # smaller tensors are not worth recomputing or moving
+    techniques: tuple[str, ...] = ("recompute",)
+    host_bytes: int | None = None  # at most so many may wait on the host; None: as it comes
 
     @property
     def counts(self) -> str:
@@ -76,7 +72,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     started = time.perf_counter()
     if goal.counts == "live":
         profile = replace(profile, allocator=None)
-    simulator = simulator_of(profile, goal.min_tensor_bytes)
+    simulator = simulator_of(profile, goal.min_tensor_bytes, goal.techniques)
     unplanned = simulator.peak_bytes([])
     budget = _budget(profile, goal, unplanned)
     limit_s = float("inf")
@@ -84,7 +80,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
     choice = _choose(simulator, goal, target, limit_s)
-    smallest = _smallest(simulator)
+    smallest = _smallest(simulator, goal.host_bytes)
     minimum = smallest.acts
     minimum_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
     if choice is None or not _holds(simulator, choice, target):
@@ -97,6 +93,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         choice = smallest
     if known is not None:
         choice = _known_or(simulator, known, choice, target)
+    _check_host(simulator, goal, choice, budget)
     extra_s = _seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
@@ -113,10 +110,27 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     return _plan(simulator, goal, budget, choice, minimum_bytes, time.perf_counter() - started)
 
 
-def minimum_feasible(profile: Profile, min_tensor_bytes: int = 0) -> tuple[int, tuple[Act, ...]]:
+def _check_host(simulator: Simulator, goal: Goal, choice: Choice, budget: int | None) -> None:
+    """Refuse a choice that needs more host memory than there may be."""
+    moved = simulator.moved_bytes(choice.acts)
+    if goal.host_bytes is not None and moved > goal.host_bytes:
+        raise InfeasibleError(
+            f"strategy {goal.strategy!r} puts {format_bytes(moved)} on the host, and the host "
+            f"budget is {format_bytes(goal.host_bytes)}",
+            budget_bytes=budget,
+            hint=f"give --host-budget {moved}, or let strategy optimal choose what to move",
+        )
+
+
+def minimum_feasible(
+    profile: Profile,
+    min_tensor_bytes: int = 0,
+    techniques: tuple[str, ...] = ("recompute",),
+    host_bytes: int | None = None,
+) -> tuple[int, tuple[Act, ...]]:
     """The smallest budget that any plan holds, and its acts."""
-    simulator = simulator_of(profile, min_tensor_bytes)
-    smallest = _smallest(simulator)
+    simulator = simulator_of(profile, min_tensor_bytes, techniques)
+    smallest = _smallest(simulator, host_bytes)
     return held_bytes(simulator, smallest.acts, smallest.trim), smallest.acts
 
 
@@ -136,8 +150,6 @@ def _seconds(simulator: Simulator, choice: Choice) -> float:
 def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | None) -> Choice:
     """The plan that ran, if it holds and what was found is hardly faster."""
     acts = read_acts(simulator, known)
-    if acts is None:
-        return found
     again = replace(found, acts=acts, trim=known.trim)
     enough_s = (1 + WORTH_A_CHANGE) * _seconds(simulator, found)
     return (
@@ -150,7 +162,7 @@ def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | No
 def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
     """Ask the strategy; where the allocator's placement matters for less, or to trim."""
     strategy = STRATEGIES[goal.strategy]
-    request = Request(target, limit_s, goal.interval, goal.time_limit_s)
+    request = Request(target, limit_s, goal.interval, goal.time_limit_s, goal.host_bytes)
     first = strategy(simulator, request)
     if first is None or target is None or _holds(simulator, first, target):
         return first
@@ -187,17 +199,19 @@ def _tightened(
 
 
 @lru_cache(maxsize=2)
-def _smallest(simulator: Simulator) -> Choice:
+def _smallest(simulator: Simulator, host_bytes: int | None) -> Choice:
     """The choice that needs the smallest budget, among those with the lowest peaks."""
     free = Request(None, float("inf"))
-    candidates = [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
+    candidates: list[tuple[Act, ...]] = [()]
+    if simulator.recompute:
+        candidates = [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
     placed = simulator.profile.allocator is not None
     try:
-        lowest = optimal.smallest(simulator).acts
+        lowest = optimal.smallest(simulator, host_bytes=host_bytes).acts
         candidates.insert(0, lowest)
         if placed:
             budget = int(1.04 * simulator.peak_bytes(lowest))
-            roomier = optimal.fastest(simulator, budget, time_limit_s=3)
+            roomier = optimal.fastest(simulator, budget, time_limit_s=3, host_bytes=host_bytes)
             candidates += [] if roomier is None else [roomier.acts]
     except KeyboardInterrupt:
         pass  # the plan is made already; its minimum is then the best that was seen
@@ -233,6 +247,7 @@ def _plan(
     bound_s = profile.step_s + choice.lower_bound_s
     segments, variants = write_segments(simulator, choice.acts)
     peak = simulator.timeline(choice.acts).peak
+    traffic = simulator.traffic(choice.acts)
     return Plan(
         fingerprint=profile.fingerprint,
         workload=profile.workload,
@@ -250,6 +265,8 @@ def _plan(
             gap=max(0.0, 1 - bound_s / step_s) if step_s > 0 else 0.0,
             categories=peak.bytes,
             where=peak.where,
+            copy_s=traffic.out_s + traffic.in_s,
+            stall_s=traffic.stall_s,
         ),
         baseline_peak_bytes=simulator.peak_bytes([]),
         baseline_step_s=profile.step_s,
@@ -257,12 +274,21 @@ def _plan(
         minimum_feasible_bytes=minimum_bytes,
         plan_s=plan_s,
         executor=profile.executor,
-        techniques=("recompute",) if choice.acts else (),
+        techniques=_used(simulator, choice.acts),
+        host_bytes=simulator.moved_bytes(choice.acts),
+        smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,
         inplace_off=profile.inplace_off,
         model_calls=profile.graph.model_calls,
         notes=(*profile.notes, *_notes(choice)),
     )
+
+
+def _used(simulator: Simulator, acts: Sequence[Act]) -> tuple[str, ...]:
+    """The techniques that acts amount to."""
+    away = [act for act in acts if simulator.effect(act).away is not None]
+    again = [act for act in acts if isinstance(act, tuple) or simulator.recomputes(act)]
+    return ("recompute",) * bool(again) + ("offload",) * bool(away)
 
 
 def _notes(choice: Choice) -> list[str]:

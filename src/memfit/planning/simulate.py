@@ -30,33 +30,45 @@ from memfit.planning.acts import (
     calls_of,
     covered,
 )
-from memfit.planning.copies import Copies, Traffic
+from memfit.planning.copies import Copies, CopyTimes
 from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
+from memfit.planning.segment.passes import movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
 
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
 
 
-def simulator_of(profile: Profile, min_tensor_bytes: int = 0) -> Simulator:
+def simulator_of(
+    profile: Profile, min_tensor_bytes: int = 0, techniques: Sequence[str] = ("recompute",)
+) -> Simulator:
     """The simulator of a profile; the last one made is kept, with what was solved for it."""
     global _latest
     latest = _latest
+    wanted = (min_tensor_bytes, tuple(techniques))
     if (
         latest is None
         or latest.profile is not profile
-        or latest.min_tensor_bytes != min_tensor_bytes
+        or (latest.min_tensor_bytes, latest.techniques) != wanted
     ):
-        _latest = latest = Simulator(profile, min_tensor_bytes)
+        _latest = latest = Simulator(profile, *wanted)
     return latest
 
 
 class Simulator:
     """Predicts timelines, peaks and seconds of one profiled step."""
 
-    def __init__(self, profile: Profile, min_tensor_bytes: int = 0) -> None:
-        """Take the profile as it is; one without copy rates has nothing to move."""
+    def __init__(
+        self,
+        profile: Profile,
+        min_tensor_bytes: int = 0,
+        techniques: tuple[str, ...] = ("recompute", "offload"),
+    ) -> None:
+        """`techniques` are what acts may do; without copy rates nothing can be moved."""
         self.profile = profile
         self.min_tensor_bytes = min_tensor_bytes
+        self.techniques = techniques
+        self.recompute = "recompute" in techniques
+        self.copy = profile.copy if "offload" in techniques else None
         graph = profile.graph
         self.graph: StepGraph = graph.accumulating() if profile.accumulate > 1 else graph
         blocks = self.graph.blocks
@@ -71,7 +83,7 @@ class Simulator:
         table = np.array(holds, dtype=np.int64).reshape(-1, 4)
         self.hold_block, self.hold_call, self.hold_release, self._replay_release = table.T
         self.effect = lru_cache(maxsize=None)(self._effect)
-        self.copies = Copies(self.graph, profile)
+        self.copies = Copies(self.graph, profile, self.copy)
 
     # -- what can be chosen -------------------------------------------------------------------
 
@@ -79,9 +91,22 @@ class Simulator:
     def menus(self) -> list[Menu]:
         """Per joint graph its variants with the seconds each adds; the first adds none."""
         return [
-            priced_menu(graph, known, self.min_tensor_bytes, self.profile.copy)
-            for graph, known in zip(self.profile.graphs, self._known, strict=True)
+            priced_menu(graph, known, self.min_tensor_bytes, self.copy, self._staying[number])
+            for number, (graph, known) in enumerate(
+                zip(self.profile.graphs, self._known, strict=True)
+            )
         ]
+
+    @cached_property
+    def _staying(self) -> list[frozenset[int]]:
+        """Per joint graph the inputs that the step does not make (a batch) in some call."""
+        found: list[set[int]] = [set() for _ in self.profile.graphs]
+        for call in self.graph.calls:
+            for name, block in call.held.items() if call.graph >= 0 else ():
+                node = self.profile.graphs[call.graph].index.get(name)
+                if block < 0 and node is not None:
+                    found[call.graph].add(node)
+        return [frozenset(nodes) for nodes in found]
 
     @property
     def _known(self) -> Sequence[Measurements]:
@@ -93,8 +118,8 @@ class Simulator:
         for number, (variant, _) in enumerate(self.menus[graph]):
             if (variant.saved, variant.moved) == wanted:
                 return number
-        joint, copy = self.profile.graphs[graph], self.profile.copy
-        row = priced_variant(joint, self._known[graph], *wanted, copy)
+        joint = self.profile.graphs[graph]
+        row = priced_variant(joint, self._known[graph], *wanted, self.copy)
         self.menus[graph] = (*self.menus[graph], row)
         return len(self.menus[graph]) - 1
 
@@ -105,11 +130,28 @@ class Simulator:
             for call in self.graph.calls
             if call.graph >= 0 and call.need >= 0
             for variant in range(1, len(self.menus[call.graph]))
+            if self.recompute or not self.recomputes(Pick(call.index, variant))
         ]
+
+    def recomputes(self, act: Pick | Send) -> bool:
+        """Whether an act about one call makes anything again."""
+        if isinstance(act, Send):
+            return False
+        graph = self.profile.graphs[self.graph.calls[act.call].graph]
+        return set(self.variant(act).saved) != set(graph.unplanned)
+
+    def everything_moved(self, graph: int) -> int | None:
+        """The variant that keeps what is kept unplanned and moves all that is worth it."""
+        joint, unplanned = self.profile.graphs[graph], self.menus[graph][0][0]
+        if self.copy is None:
+            return None
+        groups = movable(joint, unplanned, self.smallest_move_bytes, self._staying[graph])
+        moved = [node for group in groups for node in group]
+        return self.offer(graph, unplanned.saved, moved) if moved else None
 
     def sends(self) -> list[Send]:
         """Every send there is: calls without a joint graph that keep something large."""
-        if self.profile.copy is None:
+        if self.copy is None:
             return []
         found = [Send(c.index) for c in self.graph.calls if c.graph < 0 and c.need >= 0]
         return [send for send in found if self.effect(send).away is not None]
@@ -117,8 +159,7 @@ class Simulator:
     @property
     def smallest_move_bytes(self) -> int:
         """Smaller tensors stay: to start a copy takes longer than copying them."""
-        copy = self.profile.copy
-        return 0 if copy is None else smallest_move_bytes(copy, self.min_tensor_bytes)
+        return 0 if self.copy is None else smallest_move_bytes(self.copy, self.min_tensor_bytes)
 
     def variant(self, pick: Pick) -> Variant:
         """The variant that a pick names."""
@@ -132,18 +173,23 @@ class Simulator:
             graph = self.graph.calls[act.call].graph
             return self.profile.accumulate * self.menus[graph][act.variant][1]
         if isinstance(act, Send):
-            away, copy = self.effect(act).away, self.profile.copy
+            away, copy = self.effect(act).away, self.copy
             assert away is not None and copy is not None
             size = int(self.bytes[away.blocks].sum())
             return self.profile.accumulate * copy.drag * round_trip_s(copy, size, away.tensors)
         times = self.profile.call_times[act[0] : act[1] + 1]
         return self.profile.accumulate * sum(t.recompute_s for t in times)
 
+    def recompute_seconds(self, pick: Pick) -> float:
+        """Of the seconds a pick adds, those of recomputing."""
+        graph = self.graph.calls[pick.call].graph
+        return self.menus[graph][self.offer(graph, self.variant(pick).saved)][1]
+
     def host_seconds_of(self, act: Act) -> float:
         """Seconds that an act adds to the host's work: a pick's operators run in code that is
         launched as one, but each of its copies is launched by itself."""
         if not isinstance(act, tuple):
-            away, copy = self.effect(act).away, self.profile.copy
+            away, copy = self.effect(act).away, self.copy
             copies = 0 if away is None else 2 * away.tensors
             return 0.0 if copy is None else self.profile.accumulate * copies * copy.latency_s
         times = self.profile.call_times[act[0] : act[1] + 1]
@@ -157,7 +203,7 @@ class Simulator:
         waits_s = self.profile.accumulate * self.traffic(acts).stall_s
         return max(device_s, host_s - self.profile.host_slack_s) + waits_s
 
-    def traffic(self, acts: Sequence[Act]) -> Traffic:
+    def traffic(self, acts: Sequence[Act]) -> CopyTimes:
         """The copies of the step on their lanes, and what waits for them."""
         return self.copies.traffic(self.loads(acts), self.added_seconds(acts))
 

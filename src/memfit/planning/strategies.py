@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
 from memfit.planning import optimal
-from memfit.planning.acts import Act, Run
+from memfit.planning.acts import Act, Pick, Run, calls_of
+from memfit.planning.mutwo.strategy import choose_mutwo
+from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.simulate import Simulator
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a strategy is asked for. `budget` None: it may do as it pleases."""
-
-    budget: int | None
-    max_seconds: float  # of recompute
-    interval: int | None = None
-    time_limit_s: float = 10.0
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Chosen acts and, where a strategy proves one, the fewest seconds any plan needs."""
-
-    acts: tuple[Act, ...]
-    lower_bound_s: float = 0.0
-    note: str | None = None
-    trim: bool = False
-
-
-Strategy = Callable[[Simulator, Request], Choice | None]
 
 
 def choose_none(simulator: Simulator, request: Request) -> Choice:
@@ -76,18 +52,46 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
     return Choice(tuple(sorted(chosen)))
 
 
+def choose_swap(simulator: Simulator, request: Request) -> Choice:
+    """Move everything that is kept and large enough to the host, recompute nothing.
+
+    Without a budget there is room for two calls' memory in transit: enough to copy all the time.
+    """
+    acts: list[Act] = list(simulator.sends())
+    for call in simulator.graph.calls:
+        if call.graph >= 0 and call.need >= 0:
+            number = simulator.everything_moved(call.graph)
+            acts += [] if number is None else [Pick(call.index, number)]
+    acts.sort(key=lambda act: calls_of(act)[0])
+    budget = request.budget
+    if budget is None:
+        largest = max((out for _, out, _ in simulator.loads(acts)), default=0)
+        budget = simulator.peak_bytes(acts) + 2 * largest
+    return Choice(simulator.scheduled(acts, budget))
+
+
 def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     """The least recompute that meets the budget, with a proven bound."""
     if request.budget is None:
-        return Choice(optimal.smallest(simulator, time_limit_s=request.time_limit_s).acts)
+        smallest = optimal.smallest(
+            simulator, time_limit_s=request.time_limit_s, host_bytes=request.host_bytes
+        )
+        return Choice(smallest.acts)
     seeds = _feasible_seeds(simulator, request)
     best = min(seeds, key=simulator.step_seconds, default=None)
     try:
-        solution = optimal.fastest(simulator, request.budget, time_limit_s=request.time_limit_s)
+        solution = optimal.fastest(
+            simulator,
+            request.budget,
+            time_limit_s=request.time_limit_s,
+            host_bytes=request.host_bytes,
+        )
     except KeyboardInterrupt:
         if best is None:
             raise
         return Choice(best, note="the solver was interrupted: best plan found so far, no bound")
+    if solution is None or _far_from_bound(simulator, solution):
+        best = _better_of(simulator, best, choose_mutwo(simulator, request), request)
     if solution is None:
         return None if best is None else Choice(best, note="the solver ran out of time")
     if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.acts):
@@ -96,10 +100,14 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     return Choice(solution.acts, solution.lower_bound_s, note)
 
 
+WORTH_A_LOOK = 1e-3  # of the step's time
+
 STRATEGIES: dict[str, Strategy] = {
     "optimal": choose_optimal,
     "ratio": choose_ratio,
     "interval": choose_interval,
+    "swap": choose_swap,
+    "mutwo": choose_mutwo,
     "all": choose_all,
     "none": choose_none,
 }
@@ -121,9 +129,28 @@ def saved_bytes(simulator: Simulator, call: int) -> int:
 def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Act, ...]]:
     assert request.budget is not None
     free = Request(request.budget, float("inf"))
-    choices = [s(simulator, free) for s in (choose_none, choose_ratio, choose_interval)]
+    ways = (choose_none, choose_ratio, choose_interval) if simulator.recompute else (choose_none,)
+    choices = [way(simulator, free) for way in ways]
     found = [c.acts for c in choices if c is not None]
     return [acts for acts in found if simulator.peak_bytes(acts) <= request.budget]
+
+
+def _far_from_bound(simulator: Simulator, solution: optimal.Solution) -> bool:
+    """Whether there may be a plan that is faster by enough to look for it."""
+    over_s = simulator.extra_seconds(solution.acts) - solution.lower_bound_s
+    return solution.stopped or over_s > WORTH_A_LOOK * simulator.profile.step_s
+
+
+def _better_of(
+    simulator: Simulator, best: tuple[Act, ...] | None, other: Choice | None, request: Request
+) -> tuple[Act, ...] | None:
+    """The faster one of what is known and a choice, if that holds the budget."""
+    assert request.budget is not None
+    if other is None or simulator.peak_bytes(other.acts) > request.budget:
+        return best
+    if best is not None and simulator.step_seconds(best) <= simulator.step_seconds(other.acts):
+        return best
+    return other.acts
 
 
 def _groups(simulator: Simulator, calls: list[int], length: int) -> tuple[Run, ...]:

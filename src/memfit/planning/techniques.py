@@ -6,13 +6,45 @@ from collections.abc import Sequence
 
 from memfit.errors import UsageError
 
-AVAILABLE = ("recompute",)
+AVAILABLE = ("recompute", "offload")
+# What a strategy is made of: naming it allows these.
+NEEDS = {
+    "all": ("recompute",),
+    "interval": ("recompute",),
+    "ratio": ("recompute",),
+    "swap": ("offload",),
+    "mutwo": ("recompute", "offload"),
+}
 
 
-def allowed_techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
+def default_techniques(device_type: str) -> tuple[str, ...]:
+    """What a plan may use when nobody says: on a CPU, the host is where the step itself is."""
+    return AVAILABLE if device_type == "cuda" else ("recompute",)
+
+
+def techniques_for(
+    strategy: str, allow: str | Sequence[str] | None, device_type: str
+) -> tuple[str, ...]:
+    """The techniques of a plan: allowed ones, or the usual ones and what the strategy needs."""
+    needed = NEEDS.get(strategy, ())
+    allowed = allowed_techniques(allow, default_techniques(device_type))
+    if allow is None:
+        return tuple(t for t in AVAILABLE if t in allowed or t in needed)
+    for name in needed:
+        if name not in allowed and allowed:
+            raise UsageError(
+                f"strategy {strategy!r} is made of {name}, which is not allowed",
+                hint=f"add it: --allow +{name}",
+            )
+    return allowed
+
+
+def allowed_techniques(
+    allow: str | Sequence[str] | None, default: tuple[str, ...] = AVAILABLE
+) -> tuple[str, ...]:
     """Return the techniques in `allow`; names that begin with + add to the default ones."""
     if allow is None:
-        return AVAILABLE
+        return default
     names = [n.strip() for n in allow.split(",")] if isinstance(allow, str) else list(allow)
     for name in names:
         if name.removeprefix("+") not in AVAILABLE:
@@ -22,4 +54,4 @@ def allowed_techniques(allow: str | Sequence[str] | None) -> tuple[str, ...]:
             )
     plain = [n for n in names if not n.startswith("+")]
     added = [n.removeprefix("+") for n in names if n.startswith("+")]
-    return tuple(dict.fromkeys([*(plain or AVAILABLE), *added])) if names else ()
+    return tuple(dict.fromkeys([*(plain or default), *added])) if names else ()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
+from memfit.ir.plan import KEEP, OFFLOAD, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
 from memfit.ir.step_graph import Call
-from memfit.planning.acts import Act, Pick, calls_of
+from memfit.planning.acts import Act, Away, Pick, Send, calls_of
 from memfit.planning.segment.decisions import block_activations, variant_plan
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import saved_bytes
@@ -22,19 +22,20 @@ def write_segments(
     return segments, tuple(writer.variants)
 
 
-def read_acts(simulator: Simulator, plan: Plan) -> tuple[Act, ...] | None:
-    """The acts of a plan for this very step; None when a variant of it is not on offer any more."""
+def read_acts(simulator: Simulator, plan: Plan) -> tuple[Act, ...]:
+    """The acts of a plan for this very step."""
     acts: list[Act] = list(plan.runs)
     for index, segment in enumerate(plan.segments):
-        if segment.decision != PARTIAL or segment.variant is None:
-            continue
-        number = simulator.graph.calls[index].graph
-        graph = simulator.profile.graphs[number]
-        saved = tuple(sorted(graph.index[n] for n in plan.variants[segment.variant].saved))
-        offered = [v.saved for v, _ in simulator.menus[number]]
-        if saved not in offered:
-            return None
-        acts.append(Pick(index, offered.index(saved)))
+        points = () if segment.release is None else (segment.release, segment.prefetch)
+        if segment.decision == OFFLOAD and segment.variant is None:
+            acts.append(Send(index, *points))
+        elif segment.decision in (PARTIAL, OFFLOAD) and segment.variant is not None:
+            number = simulator.graph.calls[index].graph
+            graph, variant = simulator.profile.graphs[number], plan.variants[segment.variant]
+            saved, moved = (
+                [graph.index[n] for n in names] for names in (variant.saved, variant.offloaded)
+            )
+            acts.append(Pick(index, simulator.offer(number, saved, moved), *points))
     return tuple(acts)
 
 
@@ -42,7 +43,7 @@ class _Writer:
     def __init__(self, simulator: Simulator, acts: Sequence[Act]) -> None:
         self.simulator = simulator
         self.act_of = {call: act for act in acts for call in calls_of(act)}
-        runs = [act for act in acts if not isinstance(act, Pick)]
+        runs = [act for act in acts if isinstance(act, tuple)]
         self.run_number = {run: number for number, run in enumerate(runs)}
         self.variants: list[VariantPlan] = []
         self._numbers: dict[tuple[int, int], int] = {}
@@ -52,11 +53,21 @@ class _Writer:
         saved = saved_bytes(self.simulator, call.index)
         whole_s = self.simulator.profile.call_times[call.index].recompute_s
         number = self._variant(call, act)
+        away = None if act is None else self.simulator.effect(act).away
+        moved = 0 if away is None else self._moved_bytes(away, saved)
+        smallest = 0
         if isinstance(act, Pick):
-            decision = PARTIAL
-            seconds = self.simulator.menus[call.graph][act.variant][1]
-            freed = max(saved - self.simulator.variant(act).held_bytes, 0)
-            reason = f"frees {format_bytes(freed)} for {format_seconds(seconds)} inside"
+            variant = self.simulator.variant(act)
+            unplanned = set(self.simulator.profile.graphs[call.graph].unplanned)
+            seconds = self.simulator.recompute_seconds(act)
+            decision = OFFLOAD if set(variant.saved) == unplanned else PARTIAL
+            freed = 0 if decision == OFFLOAD else max(saved - variant.held_bytes - moved, 0)
+            inside = f"frees {format_bytes(freed)} for {format_seconds(seconds)} inside"
+            reason = " and ".join(([] if decision == OFFLOAD else [inside]) + self._sent(away))
+        elif isinstance(act, Send):
+            decision, seconds, freed = OFFLOAD, 0.0, 0
+            smallest = self.simulator.smallest_move_bytes
+            reason = self._sent(away)[0]
         elif act is not None:
             decision, seconds, freed = RECOMPUTE, whole_s, saved
             together = len(calls_of(act))
@@ -75,16 +86,33 @@ class _Writer:
             decision=decision,
             saved_bytes=saved,
             recomputed_bytes=freed,
+            offloaded_bytes=moved,
             recompute_s=seconds,
             reason=reason,
-            run=None if act is None or isinstance(act, Pick) else self.run_number[act],
+            run=self.run_number[act] if isinstance(act, tuple) else None,
+            release=None if away is None else away.release,
+            prefetch=None if away is None else away.prefetch,
             variant=number,
             uncaptured=self.simulator.profile.uncaptured.get(call.name),
             mutated_buffers=call.mutated_buffers,
             activations=()
             if number is not None
-            else block_activations(self.simulator.graph, call, decision, seconds),
+            else block_activations(self.simulator.graph, call, decision, seconds, smallest),
         )
+
+    def _moved_bytes(self, away: Away, saved: int) -> int:
+        """Of what a call keeps, the bytes on the host; blocks count for their first holder."""
+        blocks = int(self.simulator.bytes[away.blocks].sum())
+        return min(away.own_bytes + blocks, saved)
+
+    def _sent(self, away: Away | None) -> list[str]:
+        """What goes to the host, in words."""
+        if away is None:
+            return []
+        calls = self.simulator.graph.calls
+        size = away.own_bytes + int(self.simulator.bytes[away.blocks].sum())
+        back = calls[away.prefetch].name if away.prefetch < len(calls) else "the end of the forward"
+        return [f"sends {format_bytes(size)} to the host, back from {back} on"]
 
     def _variant(self, call: Call, act: Act | None) -> int | None:
         """The number of the variant the call runs by, written down when it is new."""

@@ -10,11 +10,14 @@ import torch
 
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
-from memfit.runtime.calls import Route, Router, Wrap, named_modules
+from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import model_signature
+from memfit.runtime.swap.arena import Arena
+from memfit.runtime.swap.attach import arena_for, swap_around
+from memfit.runtime.swap.engine import Swap
 from memfit.workload import refuse_compiled, unwrap
 
 
@@ -24,7 +27,9 @@ class Applied:
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
         self.plan = plan
         self.model = model
+        self.swap: Swap | None = None  # what moves memory to the host, while the plan is at work
         self._stack: ExitStack | None = None
+        self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
         self.router: Router | None = None
 
     @property
@@ -36,8 +41,12 @@ class Applied:
         """Start executing the plan."""
         assert self._stack is None, "the plan is at work already"
         code = plan_code(self.plan)
-        engine = plan_engine(self.plan, self.model)
+        engine: Engine = plan_engine(self.plan, self.model)
         with ExitStack() as stack:
+            if self.plan.host_bytes:
+                self._arena = self._arena or arena_for(self.plan, self.model)
+                engine = self.swap = swap_around(engine, self.plan, self.model, self._arena)
+                stack.callback(self.swap.close)
             stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
             route = Route(self.plan.route, self.plan.model_calls)
             self.router = Router(self.model, route, engine, code)
@@ -51,6 +60,7 @@ class Applied:
         if self._stack is not None:
             stack, self._stack, self.router = self._stack, None, None
             stack.close()
+            self.swap = None
 
     def __enter__(self) -> Applied:
         return self if self._stack is not None else self.install()

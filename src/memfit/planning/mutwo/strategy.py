@@ -19,8 +19,8 @@ from memfit.planning.acts import AT_ONCE, Act, Pick, without_points
 from memfit.planning.mutwo.algorithm import decide
 from memfit.planning.mutwo.gather import Gathered, Segment, gather, segments_of
 from memfit.planning.mutwo.step import RECOMPUTE, RETAINED, Decision, Usage, merged
+from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import Choice, Request
 
 
 def choose_mutwo(simulator: Simulator, request: Request) -> Choice | None:

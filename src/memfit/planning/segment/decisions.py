@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit.ir.joint_graph import JointGraph, Variant
-from memfit.ir.plan import KEEP, RECOMPUTE, ActivationPlan, VariantPlan
+from memfit.ir.plan import KEEP, OFFLOAD, RECOMPUTE, ActivationPlan, VariantPlan
 from memfit.ir.step_graph import Call, StepGraph
 from memfit.units import format_bytes, format_seconds
 
@@ -18,6 +18,7 @@ def variant_plan(graph: JointGraph, variant: Variant, *, unplanned: bool) -> Var
         graph=graph.key,
         kind=graph.kind,
         saved=tuple(graph.nodes[n].name for n in sorted(variant.saved)),
+        offloaded=tuple(graph.nodes[n].name for n in sorted(variant.moved)),
         unplanned=unplanned,
         forward_ranks=len(forward),
         backward_ranks=len(backward),
@@ -34,7 +35,7 @@ def _activations(
         node: min((rank_of[r] for r in readers if r in rank_of), default=-1)
         for node, readers in enumerate(readers_of(graph))
     }
-    saved = set(variant.saved)
+    saved, moved = set(variant.saved), set(variant.moved)
     again = set(variant.recomputed)
     for number, node in enumerate(graph.nodes):
         activation = node.role in ("forward", "input") and node.can_save
@@ -44,12 +45,14 @@ def _activations(
         seconds, sources = recompute_cost(graph, number, saved)
         yield ActivationPlan(
             name=node.name,
-            decision=KEEP if number in saved else RECOMPUTE,
+            decision=OFFLOAD if number in moved else KEEP if number in saved else RECOMPUTE,
             bytes=node.bytes,
             recompute_s=seconds,
             creation_rank=forward.get(number, -1),
             first_backward_rank=first_use[number],
-            reason=_reason(graph, number, number in saved, seconds, sources),
+            reason=f"on the host from forward to backward: {format_bytes(node.bytes)}"
+            if number in moved
+            else _reason(graph, number, number in saved, seconds, sources),
         )
 
 
@@ -94,9 +97,10 @@ def _reason(graph: JointGraph, number: int, kept: bool, seconds: float, sources:
 
 
 def block_activations(
-    graph: StepGraph, call: Call, decision: str, seconds: float
+    graph: StepGraph, call: Call, decision: str, seconds: float, smallest_bytes: int = 0
 ) -> tuple[ActivationPlan, ...]:
-    """The saved blocks of a call without a joint graph: all share the call's decision."""
+    """The saved blocks of a call without a joint graph: all share the call's decision, but for
+    those of less than `smallest_bytes`."""
     rows: list[ActivationPlan] = []
     for block in graph.blocks:
         for hold in block.holds:
@@ -105,7 +109,7 @@ def block_activations(
             rows.append(
                 ActivationPlan(
                     name=f"{block.origin.removeprefix('aten::') or 'tensor'}_{len(rows)}",
-                    decision=decision,
+                    decision=decision if block.bytes >= smallest_bytes else KEEP,
                     bytes=block.bytes,
                     recompute_s=seconds,
                     creation_rank=block.birth,

@@ -7,7 +7,7 @@ and a few leaner ones. Limits: calls that share a menu mix these; other subsets 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.profile import CopyRates
@@ -37,13 +37,20 @@ def copy_seconds(graph: JointGraph, moved: Sequence[int], copy: CopyRates) -> fl
 
 
 def offered_moves(
-    graph: JointGraph, rows: Sequence[Row], copy: CopyRates, min_tensor_bytes: int
+    graph: JointGraph,
+    rows: Sequence[Row],
+    copy: CopyRates,
+    min_tensor_bytes: int,
+    staying: Collection[int],
 ) -> Iterator[tuple[Row, tuple[int, ...]]]:
-    """Rows of a menu with the nodes to move: all that are large enough, and the larger half."""
+    """Rows of a menu with the nodes to move: all that are large enough, and the larger half.
+
+    Nodes in `staying` are no use to move.
+    """
     smallest = smallest_move_bytes(copy, min_tensor_bytes)
     step = max(1, (len(rows) - 1) // (MAX_BASES - 1) if MAX_BASES > 1 else len(rows))
     for row in rows[::step][:MAX_BASES]:
-        groups = movable(graph, row[0], smallest)
+        groups = movable(graph, row[0], smallest, staying)
         if not groups:
             continue
         yield row, tuple(n for group in groups for n in group)

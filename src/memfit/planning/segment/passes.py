@@ -7,7 +7,7 @@ copies. Limits: sizes are the graph's, so what an allocator adds by fragmentatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -56,17 +56,19 @@ def moving(graph: JointGraph, variant: Variant, moved: Iterable[int]) -> Variant
     )
 
 
-def movable(graph: JointGraph, variant: Variant, smallest_bytes: int) -> list[tuple[int, ...]]:
+def movable(
+    graph: JointGraph, variant: Variant, smallest_bytes: int, staying: Collection[int] = ()
+) -> list[tuple[int, ...]]:
     """What the variant saves in storages of at least so many bytes: the nodes of each storage,
-    largest first. A node that holds several storages stays."""
+    largest first. Nodes in `staying` and those that hold several storages are left out."""
     nodes: dict[int, list[int]] = {}
-    for node in variant.saved:
+    for node in set(variant.saved).difference(staying):
         storages = graph.nodes[node].storages
         if len(storages) == 1 and _maker_role(graph, storages[0]) != "parameter":
             nodes.setdefault(storages[0], []).append(node)
     large = [s for s in nodes if graph.storages[s].bytes >= max(smallest_bytes, 1)]
     large.sort(key=lambda s: (-graph.storages[s].bytes, s))
-    return [tuple(nodes[s]) for s in large]
+    return [tuple(sorted(nodes[s])) for s in large]
 
 
 def total_bytes(graph: JointGraph, variant: Variant) -> int:

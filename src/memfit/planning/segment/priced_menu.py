@@ -17,9 +17,16 @@ Menu = tuple[tuple[Variant, float], ...]
 
 @lru_cache(maxsize=64)
 def priced_menu(
-    graph: JointGraph, known: Measurements, min_tensor_bytes: int, copy: CopyRates | None
+    graph: JointGraph,
+    known: Measurements,
+    min_tensor_bytes: int,
+    copy: CopyRates | None,
+    staying: frozenset[int],
 ) -> Menu:
-    """The variants of a graph with their seconds; first the one that runs when nobody decides."""
+    """The variants of a graph with their seconds; first the one that runs when nobody decides.
+
+    Nodes in `staying` are no use to move: others keep their memory.
+    """
     first = tuple(sorted(graph.unplanned))
     measured = {v.saved: v for v in known.variants}
     unplanned = measured.get(first) or variant_of(graph, first)
@@ -34,7 +41,9 @@ def priced_menu(
     rows = [(unplanned, 0.0)]
     rows += [_priced(graph, known, v.saved) for v in offered if v.saved != first]
     if copy is not None:
-        for (variant, seconds), moved in offered_moves(graph, rows, copy, min_tensor_bytes):
+        for (variant, seconds), moved in offered_moves(
+            graph, rows, copy, min_tensor_bytes, staying
+        ):
             rows.append(_with_moves(graph, variant, seconds, moved, copy))
     return tuple(rows)
 

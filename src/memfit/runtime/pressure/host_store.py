@@ -1,0 +1,86 @@
+"""The host's side of a valve: memory that grows as it is needed, and goes when it is not."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.errors import HostMemoryError
+from memfit.ir.swap import Traffic
+from memfit.runtime.swap.arena import GRAIN, Arena, default_host_budget
+from memfit.runtime.swap.lanes import lanes_for
+from memfit.runtime.swap.moved import Moved
+from memfit.runtime.swap.mover import Mover
+
+_CHUNK = 256 * 2**20  # the arena's first; later ones double it
+
+
+class HostStore:
+    """Host memory for storages. Nothing is set up before the first one comes."""
+
+    def __init__(self, device: torch.device, budget: int | None) -> None:
+        self._device = device
+        self._budget = budget
+        self._mover: Mover | None = None
+        self._is_closed = True
+        self.highest_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Host memory that is held now."""
+        return 0 if self._mover is None or self._is_closed else self._mover.arena.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of it is in use."""
+        return 0 if self._mover is None or self._is_closed else self._mover.arena.used_bytes
+
+    def traffic(self) -> tuple[Traffic, Traffic]:
+        """The copies out and back so far; waits for those under way."""
+        return (Traffic(), Traffic()) if self._mover is None else self._mover.traffic()
+
+    def move(self, tensor: torch.Tensor) -> Moved:
+        """Start to copy a tensor's storage to the host; HostMemoryError when there is no room."""
+        mover = self._opened()
+        size = tensor.untyped_storage().nbytes()
+        try:
+            moved = mover.move(tensor, None)
+        except HostMemoryError:
+            if not self._grow(mover.arena, size):
+                raise
+            moved = mover.move(tensor, None)
+        self.highest_bytes = max(self.highest_bytes, mover.arena.highest_bytes)
+        return moved
+
+    def is_over(self, moved: Moved) -> bool:
+        """Whether the copy of a storage is made."""
+        return moved.copy is None or moved.mover.lanes.done(moved.copy)
+
+    def close_if_empty(self) -> None:
+        """Give the host memory back if nothing lies in it."""
+        if self._mover is not None and not self._is_closed and self.used_bytes == 0:
+            self._mover.synchronize()
+            self._mover.arena.close()
+            self._is_closed = True
+
+    def _opened(self) -> Mover:
+        if self._mover is None:
+            lanes = lanes_for(self._device)
+            self._mover = Mover(Arena(0, lanes.pinned), lanes)
+        elif self._is_closed:
+            self._mover.arena = Arena(0, self._mover.lanes.pinned)
+        self._is_closed = False
+        return self._mover
+
+    def _grow(self, arena: Arena, size: int) -> bool:
+        """Make room for `size` more bytes; False when the budget does not allow it."""
+        if self._budget is None:
+            self._budget = default_host_budget()
+        left = (self._budget - arena.capacity_bytes) // GRAIN * GRAIN
+        if left < size:
+            return False
+        try:
+            arena.grow(min(left, max(size, _CHUNK, arena.capacity_bytes)))
+        except HostMemoryError:
+            self._budget = arena.capacity_bytes  # do not ask the system for more again
+            raise
+        return True
