@@ -17,6 +17,7 @@ PUBLIC = [
     "fit",
     "fit_workload",
     "plan",
+    "pressure",
     "profile",
 ]
 MOST_NAMES = 12

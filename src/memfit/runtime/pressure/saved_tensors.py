@@ -20,7 +20,7 @@ Limits. Between two looks, each after 0.5 % of the capacity was saved, the valve
 single operator that needs more than what lies above the ceiling runs out of memory all the same,
 and so does a loop whose parameters, gradients and optimizer state alone are too large. Memory in
 use is not what the allocator holds: fragmented free memory is not seen (expandable segments help).
-The computation is taken to run on one stream.
+The computation is taken to run on one stream, and not to be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class SavedTensors:
     def _relieve(self, before: int) -> None:
         """Look at the memory in use, if it is time; start to move storages, let go of others.
 
-        Only what was saved before the storage of that number moves.
+        Only storages with a number below `before` move.
         """
         always, marks = self._marks.always, self._marks
         excess: float = 0
@@ -245,10 +245,9 @@ class SavedTensors:
             excess = expected - marks.low if expected > marks.high else 0
         elif not always:
             return
-        if self._open:
+        if self._open and before:
             self._start(float("inf") if always else excess, before)
-        if self._leaving:
-            self._let_go(marks.ceiling(self._largest))
+        self._let_go()
 
     def _start(self, excess: float, before: float) -> None:
         """Start copies of the longest idle storages until `excess` bytes are on their way."""
@@ -294,20 +293,23 @@ class SavedTensors:
             return False
         return True
 
-    def _let_go(self, ceiling: int) -> None:
+    def _let_go(self, everything: bool = False) -> None:
         """Free device memory in the order its copies were started: what is over, what must."""
         while self._leaving:
             saved = self._leaving[0]()
             if saved is not None and saved.leaving:
-                if self._marks.always:
-                    must = self._leaving_bytes > self._largest
-                else:
-                    must = self._allocated > ceiling
                 assert saved.moved is not None
+                must = everything or self._is_short()
                 if not must and not self._host.is_over(saved.moved):
                     return
                 self._free(saved, saved.moved)
             self._leaving.popleft()
+
+    def _is_short(self) -> bool:
+        """Whether memory on its way out cannot wait for its copy to be over."""
+        if self._marks.always:
+            return self._leaving_bytes > self._largest
+        return self._allocated > self._marks.ceiling(self._largest)
 
     def _free(self, saved: Saved, moved: Moved) -> None:
         assert saved.tensor is not None
@@ -335,9 +337,10 @@ class SavedTensors:
         self._stay(saved)
         # What was saved later is needed at once, or not any more.
         self._relieve(0 if self._marks.always else saved.number)
+        rising, self._last = saved.number > self._last, saved.number
         if saved.tensor is None and saved.number not in self._ahead:
             self._bring(saved)
-        self._prefetch(saved.number)
+        self._prefetch(saved.number, rising)
         if saved.tensor is None:
             self._arrive(saved)
         if not self._open:
@@ -345,13 +348,12 @@ class SavedTensors:
         assert saved.tensor is not None
         return saved.tensor
 
-    def _prefetch(self, number: int) -> None:
+    def _prefetch(self, number: int, rising: bool) -> None:
         """Bring back what is needed next: one storage at least, others if they fit.
 
         The backward asks for nodes in the reverse order, but for the tensors of one node, which
         may be a whole compiled segment, in the order they were saved.
         """
-        rising, self._last = number > self._last, number
         if rising:
             self._bring_next(self._away.after(number), number)
         self._bring_next(self._away.before(number), number)
@@ -379,8 +381,8 @@ class SavedTensors:
             saved.moved.mover.prefetch(saved.moved)
         except torch.OutOfMemoryError:  # everything that can leaves first
             if self._open:
-                self._start(float("inf"), saved.number)
-            self._let_go(ceiling=-1)
+                self._start(float("inf"), min(saved.number, self._last))
+            self._let_go(everything=True)
             saved.moved.mover.prefetch(saved.moved)
         self._away.remove(saved.number)
         self._ahead[saved.number] = saved.bytes
