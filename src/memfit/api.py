@@ -173,6 +173,8 @@ def fit_workload(
     say("comparing numbers")
     numerics = check_numerics(workload, planned, unplanned)
     say("timing steps")
+    if planned.swap is not None:
+        planned.swap.reset_statistics()
     speed = compare_speed(
         workload,
         planned,
@@ -182,6 +184,8 @@ def fit_workload(
         baseline=measured.baseline is not None,
     )
     result = _result(measured, made, check, numerics, speed, rounds, notes)
+    if planned.swap is not None:
+        result = replace(result, swap=planned.swap.statistics())
 
     def replan(larger: Workload) -> Fitted:
         return fit_workload(

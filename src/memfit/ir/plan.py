@@ -40,11 +40,11 @@ class VariantPlan:
     graph: str
     kind: str
     saved: tuple[str, ...]
-    offloaded: tuple[str, ...]
     unplanned: bool
     forward_ranks: int
     backward_ranks: int
     activations: tuple[ActivationPlan, ...]
+    offloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class SegmentPlan:
     decision: str
     saved_bytes: int  # from forward to backward when nobody decides
     recomputed_bytes: int  # of these, not kept
-    offloaded_bytes: int  # of these, on the host
     recompute_s: float
     reason: str
     run: int | None = None
+    offloaded_bytes: int = 0  # of the saved ones, on the host
     release: int | None = None
     prefetch: int | None = None
     variant: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.ir.codec import to_data
+from memfit.ir.swap import SwapStatistics
 
 SCHEMA_VERSION = 1
 
@@ -91,6 +92,7 @@ class Result:
     verdict: str
     minimum_feasible_bytes: int
     references: dict[str, Any] | None = None
+    swap: SwapStatistics | None = None  # of the timed steps, when the plan moves something
     rounds: int = 1
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -98,6 +100,9 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """The object that `memfit fit --json` prints."""
         data: dict[str, Any] = to_data(self)
+        if self.swap is not None:
+            shown = ("out_gb_per_s", "in_gb_per_s", "stalled_s", "hidden_share")
+            data["swap"].update((name, getattr(self.swap, name)) for name in shown)
         return {"schema_version": data.pop("schema_version"), **data}
 
     @property

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from memfit.planning.acts import Act, Ints, Pick, calls_of
+from memfit.planning.effects import own_blocks
 from memfit.planning.simulate import Simulator
 
 
@@ -89,7 +90,7 @@ class MemoryRows:
                     replayed.append((number, block, back_from[int(block)], release))
         for index, numbers in picks.items():
             call = graph.calls[index]
-            own = sim.own_blocks(call)
+            own = own_blocks(sim, call)
             forward = own[sim.birth[own] <= call.exit]
             backward = own[sim.birth[own] > call.exit]
             self._absent.append((call.enter, call.exit, forward, numbers))

@@ -10,27 +10,17 @@ for a moment. Copies share one lane for each direction: see `copies`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
 from memfit.ir.joint_graph import Variant
 from memfit.ir.profile import Measurements, Profile
-from memfit.ir.step_graph import BLOCK_CATEGORIES, Call, StepGraph
+from memfit.ir.step_graph import BLOCK_CATEGORIES, StepGraph
 from memfit.ir.timeline import Point, Timeline
-from memfit.planning.acts import (
-    AT_ONCE,
-    Act,
-    Away,
-    Effect,
-    Ints,
-    Pick,
-    Run,
-    Send,
-    calls_of,
-    covered,
-)
+from memfit.planning.acts import Act, Away, Ints, Pick, Send, calls_of, covered
 from memfit.planning.copies import Copies, CopyTimes
+from memfit.planning.effects import effect_of
 from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
 from memfit.planning.segment.passes import movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
@@ -81,8 +71,8 @@ class Simulator:
         )
         holds = [(b.id, h.call, h.release, h.replay_release) for b in blocks for h in b.holds]
         table = np.array(holds, dtype=np.int64).reshape(-1, 4)
-        self.hold_block, self.hold_call, self.hold_release, self._replay_release = table.T
-        self.effect = lru_cache(maxsize=None)(self._effect)
+        self.hold_block, self.hold_call, self.hold_release, self.replay_release = table.T
+        self.effect = lru_cache(maxsize=None)(partial(effect_of, self))
         self.copies = Copies(self.graph, profile, self.copy)
 
     # -- what can be chosen -------------------------------------------------------------------
@@ -368,145 +358,6 @@ class Simulator:
                 known = found.get(block, (away.returns, release))
                 found[block] = (min(known[0], away.returns), max(known[1], release))
         return found
-
-    def _effect(self, act: Act) -> Effect:
-        if isinstance(act, Pick):
-            return self._pick(act, self.graph.calls[act.call], self.variant(act))
-        if isinstance(act, Send):
-            return self._send(act, self.graph.calls[act.call])
-        return self._replay(act)
-
-    def _away(
-        self, act: Pick | Send, own_bytes: int, tensors: int, blocks: Ints, releases: Ints
-    ) -> Away:
-        """What an act moves, with the positions its points stand for."""
-        graph, calls = self.graph, len(self.graph.calls)
-        release = act.call + 1 if act.release == AT_ONCE else act.release
-        prefetch = act.call if act.prefetch == AT_ONCE else act.prefetch
-        return Away(
-            call=act.call,
-            release=release,
-            prefetch=prefetch,
-            own_bytes=own_bytes,
-            tensors=tensors,
-            blocks=blocks,
-            leaves=graph.calls[release].enter if release < calls else graph.model_end,
-            returns=graph.calls[prefetch].need if prefetch < calls else graph.model_end,
-            releases=releases,
-        )
-
-    def own_blocks(self, call: Call) -> Ints:
-        """Blocks that a captured call's graphs make and free within its forward or backward."""
-        within = (self.call == call.index) & (self.death <= call.exit)
-        backward = (self.birth > call.need) & (self.birth < call.finish)
-        return np.flatnonzero(within | (backward & (self.death <= call.finish)))
-
-    def _pick(self, act: Pick, call: Call, variant: Variant) -> Effect:
-        """What a variant holds, and the moments inside its two graphs.
-
-        Everything outside stands still while a graph runs, so its own peak adds to that.
-        """
-        moved = self._outside(call, variant.moved)
-        held = np.setdiff1d(self._outside(call, variant.saved), moved)
-        standing = [(call.exit, call.need + 1, variant.held_bytes)]
-        away = None
-        if variant.moved:
-            tensors = len(
-                {self.profile.graphs[call.graph].nodes[n].storages for n in variant.moved}
-            )
-            releases = np.full(len(moved), call.need + 1, dtype=np.int64)
-            away = self._away(act, variant.moved_bytes, tensors, moved, releases)
-            standing.append((call.exit, away.leaves, variant.moved_bytes))
-            standing.append((away.returns, call.need + 1, variant.moved_bytes))
-        none = np.array([], dtype=np.int64)
-        return Effect(
-            need=call.need,
-            held=held,
-            held_until=np.full(len(held), call.need + 1, dtype=np.int64),
-            blocks=none,
-            releases=none,
-            survivor_bytes=0,
-            standing=tuple(standing),
-            away=away,
-            inside=(
-                (call.enter, variant.forward_peak_bytes, f"forward {call.name}"),
-                (call.need, variant.backward_peak_bytes, f"backward {call.name}"),
-            ),
-            absent=self.own_blocks(call),
-        )
-
-    def _outside(self, call: Call, nodes: tuple[int, ...]) -> Ints:
-        """The step's blocks among a call's inputs and outputs that these nodes hold."""
-        graph = self.profile.graphs[call.graph]
-        names = (graph.nodes[n].name for n in graph.held_outside(nodes))
-        found = {call.held[name] for name in names if call.held.get(name, -1) >= 0}
-        return np.array(sorted(found), dtype=np.int64)
-
-    def _send(self, act: Send, call: Call) -> Effect:
-        """What moving all large blocks that a call keeps does; the others stay."""
-        mine = self.hold_call == call.index
-        blocks, releases = self.hold_block[mine], self.hold_release[mine]
-        large = self.bytes[blocks] >= self.smallest_move_bytes
-        none = np.array([], dtype=np.int64)
-        away = None
-        if large.any():
-            away = self._away(act, 0, int(large.sum()), blocks[large], releases[large])
-        return Effect(
-            need=call.need,
-            held=blocks[~large],
-            held_until=releases[~large],
-            blocks=none,
-            releases=none,
-            survivor_bytes=0,
-            standing=(),
-            inside=(),
-            absent=none,
-            away=away,
-        )
-
-    def _replay(self, run: Run) -> Effect:
-        """What recomputing a run does; nothing when its backward needs nothing from it."""
-        first, last = run
-        calls = self.graph.calls[first : last + 1]
-        none = np.array([], dtype=np.int64)
-        needs = [c.need for c in calls if c.need >= 0]
-        if not needs:
-            return Effect(0, none, none, none, none, 0, (), (), none)
-        arguments = np.array(sorted(self.graph.held_arguments(first, last)), dtype=np.int64)
-        stop = max(c.stop for c in calls)
-        mine = (self.call >= first) & (self.call <= last) & (self.birth <= stop)
-        holds = (self.hold_call >= first) & (self.hold_call <= last)
-        # Saved inside the run: made by it, or gone by then and neither made nor passed in (a cast
-        # that autocast cached for an earlier segment), which the replay has to make again.
-        blocks = self.hold_block[holds]
-        inside = mine[blocks] | ~(np.isin(blocks, arguments) | (self.death[blocks] > min(needs)))
-        release = np.full(len(self.bytes), -1, dtype=np.int64)
-        np.maximum.at(release, blocks[inside], self._replay_release[holds][inside])
-        survivors = np.flatnonzero(release > min(needs))
-        survivor_bytes = int(self.bytes[survivors].sum())
-        made_again = survivors[~mine[survivors]]
-
-        start = calls[0].enter
-        change = np.zeros(stop - start + 2, dtype=np.int64)
-        change[0] += self.bytes[made_again].sum()
-        own = np.flatnonzero(mine)
-        np.add.at(change, self.birth[own] - start, self.bytes[own])
-        passing = own[(release[own] < 0) & (self.death[own] <= stop)]
-        np.add.at(change, self.death[passing] - start, -self.bytes[passing])
-        need, done = min(needs), max(c.done for c in calls)
-        state_bytes = sum(c.state_bytes for c in calls)
-        name = calls[0].name if first == last else f"{calls[0].name}..{calls[-1].name}"
-        return Effect(
-            need=need,
-            held=arguments,
-            held_until=np.full(len(arguments), done, dtype=np.int64),
-            blocks=survivors,
-            releases=release[survivors],
-            survivor_bytes=survivor_bytes,
-            standing=((start, done, state_bytes),),
-            inside=((need, int(np.cumsum(change).max()) - survivor_bytes, f"recompute {name}"),),
-            absent=none,
-        )
 
 
 _latest: Simulator | None = None

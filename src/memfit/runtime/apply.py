@@ -27,7 +27,7 @@ class Applied:
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
         self.plan = plan
         self.model = model
-        self.swap: Swap | None = None  # what moves memory to the host, while the plan is at work
+        self.swap: Swap | None = None  # what moves memory to the host, once the plan was at work
         self._stack: ExitStack | None = None
         self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
         self.router: Router | None = None
@@ -44,9 +44,8 @@ class Applied:
         engine: Engine = plan_engine(self.plan, self.model)
         with ExitStack() as stack:
             if self.plan.host_bytes:
-                self._arena = self._arena or arena_for(self.plan, self.model)
-                engine = self.swap = swap_around(engine, self.plan, self.model, self._arena)
-                stack.callback(self.swap.close)
+                engine = self._swap(engine)
+                stack.callback(engine.close)
             stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
             route = Route(self.plan.route, self.plan.model_calls)
             self.router = Router(self.model, route, engine, code)
@@ -55,12 +54,17 @@ class Applied:
             self._stack = stack.pop_all()
         return self
 
+    def _swap(self, engine: Engine) -> Swap:
+        if self.swap is None:
+            self._arena = arena_for(self.plan, self.model)
+            self.swap = swap_around(engine, self.plan, self.model, self._arena)
+        return self.swap
+
     def undo(self) -> None:
         """Restore the model; harmless when done twice."""
         if self._stack is not None:
             stack, self._stack, self.router = self._stack, None, None
             stack.close()
-            self.swap = None
 
     def __enter__(self) -> Applied:
         return self if self._stack is not None else self.install()

@@ -1,4 +1,4 @@
-"""Any mix of variants and replayed runs: the simulator, its rows and the machine agree."""
+"""Any mix of variants, replayed runs and moves: the simulator, its rows and the machine agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.planning.acts import Act, Pick, calls_of
+from memfit.planning.acts import Act, Pick, calls_of, without_points
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.reserved import MODEL_ENDS, allocation_sequence
 from memfit.planning.rows import MemoryRows, Row
@@ -49,13 +49,22 @@ def _acts(simulator: Simulator, seed: int) -> list[Act]:
         if kind == "run":
             acts.append((call.index, call.index))
         elif kind == "pick" and variants > 1:
-            acts.append(Pick(call.index, chooser.randrange(1, variants)))
+            release = chooser.randint(call.index + 1, len(simulator.graph.calls))
+            prefetch = chooser.randint(call.index, len(simulator.graph.calls))
+            pick = Pick(call.index, chooser.randrange(1, variants), release, prefetch)
+            away = simulator.effect(pick).away is not None
+            acts.append(pick if away else Pick(pick.call, pick.variant))
     return acts
 
 
 def _plan(profile: Profile, simulator: Simulator, acts: list[Act]) -> Plan:
     segments, variants = write_segments(simulator, acts)
-    return replace(make_plan(profile, Goal(strategy="none")), segments=segments, variants=variants)
+    return replace(
+        make_plan(profile, Goal(strategy="none")),
+        segments=segments,
+        variants=variants,
+        host_bytes=simulator.moved_bytes(acts),
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -66,7 +75,7 @@ def test_the_simulated_peak_is_the_measured_one(
     simulator = Simulator(profile)
     acts = _acts(simulator, seed)
     plan = _plan(profile, simulator, acts)
-    assert sorted(map(str, read_acts(simulator, plan) or ())) == sorted(map(str, acts))
+    assert sorted(map(str, read_acts(simulator, plan))) == sorted(map(str, acts))
     with untouched(workload), Applied(plan, workload.model):
         for _ in range(2):
             run_step(workload)
@@ -79,7 +88,7 @@ def test_rows_and_sequences_show_what_the_simulator_does(
     measured: tuple[memfit.Workload, Profile], seed: int
 ) -> None:
     simulator = Simulator(measured[1])
-    acts = _acts(simulator, seed)
+    acts = [without_points(act) for act in _acts(simulator, seed)]
     graph = simulator.graph
     candidates: list[Act] = [*graph.runs(1), *simulator.picks()]
     rows = MemoryRows(simulator, candidates)
@@ -89,7 +98,11 @@ def test_rows_and_sequences_show_what_the_simulator_does(
     highest = max(
         _value(row, chosen, kept) for row in (*map(rows.at, range(graph.length)), *rows.insides())
     )
-    assert inside and highest == simulator.peak_bytes(acts)
+    # A block that two calls move counts for both in rows.
+    peak = simulator.peak_bytes(acts)
+    assert inside and peak <= highest <= 1.1 * peak
+    if not simulator.loads(acts):
+        assert highest == peak
 
     live, most, there = 0, 0, set()
     for key, size in allocation_sequence(simulator, acts):

@@ -64,7 +64,7 @@ def test_what_is_loaded_is_what_was_saved(plan: Plan, tmp_path: Path) -> None:
     plan.save(path)
     assert Plan.load(path) == plan
     assert Plan.load(str(path)) == plan
-    assert json.loads(path.read_text())["schema_version"] == 2
+    assert json.loads(path.read_text())["schema_version"] == 3
 
 
 def test_runs_route_and_bytes(plan: Plan) -> None:
@@ -85,7 +85,7 @@ def _cut(data: dict[str, Any]) -> str:
         (_cut, "not a whole memfit plan"),
         (lambda data: "", "not a whole memfit plan"),
         (lambda data: "[1, 2]", "not a JSON object"),
-        (lambda data: json.dumps({**data, "schema_version": 3}), "schema_version is 3"),
+        (lambda data: json.dumps({**data, "schema_version": 2}), "schema_version is 2"),
         (lambda data: json.dumps({**data, "schema_version": None}), "schema_version is None"),
         (lambda data: json.dumps({**data, "colour": 1}), "unknown field 'colour'"),
         (lambda data: json.dumps({**data, "segments": "all"}), "Plan.segments should be a list"),

@@ -18,7 +18,7 @@ from memfit.planning.budget import check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan, minimum_feasible
 from memfit.planning.refusal import blocking_tensors
 from memfit.planning.simulate import Simulator
-from memfit.planning.techniques import allowed_techniques
+from memfit.planning.techniques import allowed_techniques, techniques_for
 
 Chain = Callable[..., Profile]
 Profiles = Callable[..., st.SearchStrategy[Profile]]
@@ -217,9 +217,16 @@ def test_a_budget_above_the_device_is_refused(chain: Chain) -> None:
 
 
 def test_techniques() -> None:
-    assert allowed_techniques(None) == ("recompute",)
-    assert allowed_techniques("+recompute") == ("recompute",)
+    assert allowed_techniques(None) == ("recompute", "offload")
+    assert allowed_techniques("+offload", ("recompute",)) == ("recompute", "offload")
     assert allowed_techniques(["recompute"]) == ("recompute",)
     assert allowed_techniques([]) == ()
     with pytest.raises(UsageError, match="unknown technique 'magic'"):
         allowed_techniques("recompute,magic")
+    assert techniques_for("optimal", None, "cuda") == ("recompute", "offload")
+    assert techniques_for("optimal", None, "cpu") == ("recompute",)
+    assert techniques_for("optimal", "+offload", "cpu") == ("recompute", "offload")
+    assert techniques_for("swap", None, "cpu") == ("recompute", "offload")
+    assert techniques_for("all", [], "cuda") == ()
+    with pytest.raises(UsageError, match="strategy 'swap' is made of offload"):
+        techniques_for("swap", "recompute", "cuda")

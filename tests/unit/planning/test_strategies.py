@@ -38,7 +38,15 @@ def _with_calls(profile: Profile, **changes: dict[int, Any]) -> Profile:
 
 
 def test_names() -> None:
-    assert list(STRATEGIES) == ["optimal", "ratio", "interval", "all", "none"]
+    assert list(STRATEGIES) == [
+        "optimal",
+        "ratio",
+        "interval",
+        "swap",
+        "mutwo",
+        "all",
+        "none",
+    ]
 
 
 def test_none_keeps_everything(chain: Chain) -> None:

@@ -10,8 +10,8 @@ import pytest
 from memfit.ir.profile import CopyRates, Profile
 from memfit.planning.acts import Pick
 from memfit.planning.mutwo.strategy import choose_mutwo
+from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import Choice, Request
 
 MIB = 2**20
 X, A, B = 0, 2, 3
