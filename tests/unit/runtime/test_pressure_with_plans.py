@@ -11,6 +11,7 @@ import torch
 import memfit
 from memfit.capture.profile import profile_workload
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.pressure.valve import Valve
 from memfit.workload import Workload
 
 
@@ -32,28 +33,43 @@ def _resnet() -> Workload:
     return Workload(model, _loss, torch.optim.SGD(model.parameters(), lr=0.01), batch)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def _open(threshold: float) -> Valve:
+    return memfit.pressure(threshold, capacity="64KiB", device="cpu", min_tensor_bytes=1024)
+
+
 @pytest.mark.parametrize("executor", ["module", "graph"])
 def test_recompute_and_the_valve_together(
-    run_numbers: Callable[..., Any],
-    assert_same: Callable[..., None],
-    executor: str,
-    threshold: float,
+    run_numbers: Callable[..., Any], assert_same: Callable[..., None], executor: str
 ) -> None:
-    plain, planned = _resnet(), _resnet()
-    profile = profile_workload(planned, rounds=1, executor=executor)
+    expected = run_numbers(_resnet(), 2)
+    profile = profile_workload(_resnet(), rounds=1, executor=executor)
     plan = make_plan(profile, Goal(strategy="all" if executor == "module" else "optimal"))
     how = "recompute" if executor == "module" else "partial"
     assert any(segment.decision == how for segment in plan.segments)
-    valve = memfit.pressure(threshold, capacity="64KiB", device="cpu", min_tensor_bytes=1024)
-    with valve, memfit.apply(plan, planned.model) as applied:
+    for threshold in (0, 0.5):
+        planned = _resnet()
+        with _open(threshold) as valve, memfit.apply(plan, planned.model) as applied:
+            actual = run_numbers(planned, 2)
+            assert applied.router is not None
+            assert executor == "graph" or applied.router.engine.replays > 0
+        assert_same(actual, expected)
+        done = valve.statistics
+        assert done.swaps == done.retrievals > 0
+        assert valve._saved_tensors._gauge.allocated() == 0
+
+
+def test_a_plan_that_swaps_and_the_valve_together(
+    run_numbers: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    expected = run_numbers(_resnet(), 2)
+    profile = profile_workload(_resnet(), rounds=1, executor="graph")
+    plan = make_plan(profile, Goal(strategy="swap", techniques=("recompute", "offload")))
+    planned = _resnet()
+    with _open(0) as valve, memfit.apply(plan, planned.model) as applied:
         actual = run_numbers(planned, 2)
-        assert applied.router is not None
-        assert executor == "graph" or applied.router.engine.replays > 0
-    assert_same(actual, run_numbers(plain, 2))
-    done = valve.statistics
-    assert done.swaps == done.retrievals > 0
-    assert valve._saved_tensors._gauge.allocated() == 0
+        assert applied.swap is not None and applied.swap.statistics().moves > 0
+    assert_same(actual, expected)
+    assert valve.statistics.swaps == valve.statistics.retrievals > 0, "what lies between segments"
 
 
 def test_the_valve_may_be_entered_inside_the_plan_too(
@@ -61,10 +77,7 @@ def test_the_valve_may_be_entered_inside_the_plan_too(
 ) -> None:
     plain, planned = _resnet(), _resnet()
     plan = make_plan(profile_workload(planned, rounds=1, executor="module"), Goal(strategy="all"))
-    with (
-        memfit.apply(plan, planned.model),
-        memfit.pressure(0, device="cpu", min_tensor_bytes=1024) as valve,
-    ):
+    with memfit.apply(plan, planned.model), _open(0) as valve:
         actual = run_numbers(planned, 2)
     assert_same(actual, run_numbers(plain, 2))
     assert valve.statistics.swaps == valve.statistics.retrievals > 0

@@ -96,6 +96,9 @@ def pressure(
 
     The capacity is what this process may take of the GPU, the device that of the first large
     tensor saved there. On the CPU, where saved tensors are all that is counted, it must be given.
+
+    Host memory is pinned when it is first needed and given back on leaving: where memory is short
+    in every step, enter once around the loop.
     """
     _check_share("threshold", threshold, 1.0)
     if release_at is None:
