@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 
-from memfit.ir.plan import RECOMPUTE, ActivationPlan, Plan, SegmentPlan
+from memfit.ir.plan import KEEP, OFFLOAD, RECOMPUTE, ActivationPlan, Plan, SegmentPlan
 
 Row = dict[str, str | int | float]
+
+WORDS = {KEEP: "RETAINED", RECOMPUTE: "RECOMPUTE", OFFLOAD: "SWAP"}
 
 DECISION_COLUMNS = (
     "activation_name",
@@ -41,11 +44,11 @@ def explained_rows(plan: Plan) -> Iterator[Row]:
             first_use = (
                 tensor.first_backward_rank if captured else min(tensor.first_backward_rank, 0)
             )
-            again = _is_recomputed(plan, index, tensor)
-            whole = again and segment.decision == RECOMPUTE
+            decision = _decision(plan, index, tensor)
+            whole = decision == RECOMPUTE and segment.decision == RECOMPUTE
             yield {
                 "activation_name": f"{segment.name}/{tensor.name}",
-                "decision": "RECOMPUTE" if again else "RETAINED",
+                "decision": WORDS[decision],
                 "median_mem_size_bytes": tensor.bytes,
                 "recomp_time_s": segment.recompute_s if whole else tensor.recompute_s,
                 "creation_rank": created if created < 0 else forward[index] + created,
@@ -63,25 +66,24 @@ def activations(plan: Plan, segment: SegmentPlan) -> tuple[ActivationPlan, ...]:
     return plan.variants[segment.variant].activations
 
 
-def tensor_counts(plan: Plan) -> tuple[int, int]:
-    """How many activations of the step are recomputed, and how many there are."""
-    found = [
-        _is_recomputed(plan, index, tensor)
+def tensor_counts(plan: Plan) -> Counter[str]:
+    """How many activations of the step meet each decision."""
+    return Counter(
+        _decision(plan, index, tensor)
         for index, segment in enumerate(plan.segments)
         for tensor in activations(plan, segment)
-    ]
-    return sum(found), len(found)
+    )
 
 
-def _is_recomputed(plan: Plan, index: int, tensor: ActivationPlan) -> bool:
-    """Whether the tensor is made again: by its variant, or by the run its call belongs to."""
+def _decision(plan: Plan, index: int, tensor: ActivationPlan) -> str:
+    """What happens to a tensor: by its variant, or by the run its call belongs to."""
     segment = plan.segments[index]
     if segment.decision != RECOMPUTE:
-        return tensor.decision == RECOMPUTE
+        return tensor.decision
     # A run goes on from what enters its first call; what enters the others it makes itself.
     begins_run = index == 0 or plan.segments[index - 1].run != segment.run
     made_outside = segment.variant is not None and tensor.creation_rank < 0
-    return not (begins_run and made_outside)
+    return KEEP if begins_run and made_outside else RECOMPUTE
 
 
 def _starts(plan: Plan) -> tuple[list[int], list[int]]:

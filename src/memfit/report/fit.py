@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.ir.plan import Plan
-from memfit.ir.profile import Profile
+from memfit.ir.profile import CopyRates, Profile
 from memfit.ir.result import Numerics, Result
+from memfit.report.copies import measured_lines, why_nothing_moves
 from memfit.report.plan import decisions_line, executor_line, uncaptured_notes
 from memfit.report.terminal import budget_word, columns, facts, headline, note_lines, ratio
 from memfit.units import format_bytes, format_seconds
@@ -26,12 +27,15 @@ class Option:
     plan: Plan
 
 
-def fit_report(result: Result, plan: Plan) -> list[RenderableType]:
-    """The whole report of a fit but for its last line."""
+def fit_report(result: Result, plan: Plan, rates: CopyRates | None = None) -> list[RenderableType]:
+    """The whole report of a fit but for its last line.
+
+    `rates` are those of copies, if the plan was allowed to move memory to the host.
+    """
     return [
         headline(result.workload, result.device),
         _comparison(result, plan),
-        facts(_facts(result, plan)),
+        facts(_facts(result, plan, rates)),
         *note_lines([*result.notes, *uncaptured_notes(plan)]),
     ]
 
@@ -84,8 +88,12 @@ def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) ->
 
 def choices_table(options: Sequence[Option]) -> Table:
     """Budgets to choose from, with what each is expected to cost."""
-    names = ("choice", "budget", "predicted peak", "predicted time", "slowdown", "to ask for it")
-    table = columns(*names, text=("choice", "to ask for it"))
+    names = ["choice", "budget", "peak", "time", "slowdown", "to ask for it"]
+    moves = any(option.plan.offloaded_bytes for option in options)
+    if moves:
+        names.insert(5, "to host")
+    title = "budgets to choose from, with the peak and the time predicted for each"
+    table = columns(*names, text=("choice", "to ask for it"), title=title)
     for option in options:
         predicted = option.plan.predicted
         table.add_row(
@@ -94,6 +102,7 @@ def choices_table(options: Sequence[Option]) -> Table:
             format_bytes(predicted.peak_bytes),
             format_seconds(predicted.step_s),
             ratio(predicted.step_s / option.plan.baseline_step_s),
+            *([format_bytes(option.plan.offloaded_bytes)] if moves else []),
             f"--budget {budget_word(option.budget_bytes)}",
         )
     return table
@@ -132,7 +141,8 @@ def _comparison(result: Result, plan: Plan) -> Table:
     return table
 
 
-def _facts(result: Result, plan: Plan) -> list[tuple[str, str | Text]]:
+def _facts(result: Result, plan: Plan, rates: CopyRates | None) -> list[tuple[str, str | Text]]:
+    nothing = why_nothing_moves(plan, rates)
     rows: list[tuple[str, str | Text]] = [
         ("budget", _budget(result, plan)),
         (
@@ -142,6 +152,8 @@ def _facts(result: Result, plan: Plan) -> list[tuple[str, str | Text]]:
         ),
         ("numbers", _numbers(result.numerics)),
         ("decisions", decisions_line(plan)),
+        *measured_lines(plan, result.swap),
+        *([] if nothing is None else [("copies", nothing)]),
         ("executor", executor_line(plan)),
         (
             "plan",

@@ -9,7 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.plan import KEEP, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
+from memfit.ir.plan import KEEP, OFFLOAD, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
+from memfit.ir.profile import CopyRates
+from memfit.report.copies import planned_line, why_nothing_moves
 from memfit.report.decisions import tensor_counts
 from memfit.report.terminal import (
     category_table,
@@ -32,6 +34,7 @@ class Group:
 
     members: tuple[SegmentPlan, ...]
     variant: VariantPlan | None = None  # the one they run by, if they were captured
+    ahead: tuple[int, int] | None = None  # what is away comes back so many segments early
 
     @property
     def name(self) -> str:
@@ -46,19 +49,41 @@ class Group:
         if first.decision == PARTIAL and self.variant is not None:
             tensors = self.variant.activations
             again = sum(t.decision == RECOMPUTE for t in tensors)
-            return (
+            inside = (
                 f"partial: {again} of {len(tensors)} tensors recomputed, "
                 f"frees {format_bytes(first.recomputed_bytes)}"
             )
+            return f"{inside}; {self._sent}" if first.offloaded_bytes else inside
+        if first.offloaded_bytes and len(self.members) > 1:
+            return f"{first.decision}: {self._sent}"
         runs = sorted({m.run for m in self.members if m.run is not None})
         if not runs:
             return f"{first.decision}: {first.reason.removeprefix('kept: ')}"
         numbers = f"run {runs[0]}" if len(runs) == 1 else f"runs {runs[0]} to {runs[-1]}"
         return f"{first.decision}, {numbers}"
 
+    @property
+    def _sent(self) -> str:
+        """What each member sends to the host, and how early it is fetched."""
+        size = format_bytes(self.members[0].offloaded_bytes)
+        return f"sends {size} to the host, back {_early(self.ahead)}"
 
-def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[RenderableType]:
-    """The whole report of a plan but for its last line."""
+
+def _early(ahead: tuple[int, int] | None) -> str:
+    least, most = ahead or (0, 0)
+    if most == 0:
+        return "when its backward begins"
+    span = str(most) if least == most else f"{least} to {most}"
+    return f"{span} segment{'' if span == '1' else 's'} ahead"
+
+
+def plan_report(
+    plan: Plan, device_name: str, rates: CopyRates | None = None, *, every: bool
+) -> list[RenderableType]:
+    """The whole report of a plan but for its last line.
+
+    `rates` are those of copies, if the plan was allowed to move memory to the host.
+    """
     predicted = plan.predicted
     return [
         headline(plan.workload, {"name": device_name}),
@@ -66,7 +91,7 @@ def plan_report(plan: Plan, device_name: str, *, every: bool) -> list[Renderable
         category_table(
             f"predicted peak, in {predicted.where}", predicted.categories, "predicted peak"
         ),
-        facts(_facts(plan)),
+        facts(_facts(plan, rates)),
         *note_lines([*plan.notes, *uncaptured_notes(plan)]),
     ]
 
@@ -93,21 +118,32 @@ def group_segments(plan: Plan, *, every: bool = False) -> list[Group]:
         enumerate(plan.segments),
         key=lambda item: item[0] if every else _likeness(item[1]),
     )
-    groups = [tuple(segment for _, segment in members) for _, members in alike]
-    return [
-        Group(members, None if (v := members[0].variant) is None else plan.variants[v])
-        for members in groups
-    ]
+    groups = []
+    for _, found in alike:
+        members = tuple(found)
+        variant = members[0][1].variant
+        early = [s.prefetch - i for i, s in members if s.prefetch is not None]
+        groups.append(
+            Group(
+                tuple(segment for _, segment in members),
+                None if variant is None else plan.variants[variant],
+                (min(early), max(early)) if early else None,
+            )
+        )
+    return groups
 
 
 def _likeness(segment: SegmentPlan) -> tuple[object, ...]:
-    """What two neighbours must share to stand in one row."""
+    """What two neighbours must share to stand in one row.
+
+    The reason of what is offloaded names when it comes back: another segment for each.
+    """
     return (
         segment.kind,
         segment.saved_bytes,
         segment.recompute_s,
         segment.decision,
-        segment.reason,
+        segment.offloaded_bytes or segment.reason,
         segment.variant,
     )
 
@@ -140,13 +176,17 @@ def decided(plan: Plan, decision: str) -> int:
 
 def decisions_line(plan: Plan) -> str:
     """Segments, tensors and bytes by decision, in one line."""
-    again, tensors = tensor_counts(plan)
+    counts = tensor_counts(plan)
+    segments = offloaded = ""
+    if plan.offloaded_bytes:
+        segments = f"{decided(plan, OFFLOAD)} offloaded, "
+        offloaded = f"{counts[OFFLOAD]} tensors, {format_bytes(plan.offloaded_bytes)} offloaded, "
     return (
         f"{decided(plan, RECOMPUTE)} of {len(plan.segments)} segments recomputed whole, "
-        f"{decided(plan, PARTIAL)} in part, {decided(plan, KEEP)} kept: "
-        f"{again} of {tensors} tensors, "
+        f"{decided(plan, PARTIAL)} in part, {segments}{decided(plan, KEEP)} kept: "
+        f"{counts[RECOMPUTE]} of {counts.total()} tensors, "
         f"{format_bytes(plan.recomputed_bytes)} recomputed, "
-        f"{format_bytes(plan.kept_bytes)} kept"
+        f"{offloaded}{format_bytes(plan.kept_bytes)} kept"
     )
 
 
@@ -179,13 +219,13 @@ def _add_group(table: Table, group: Group) -> None:
         group.name,
         first.kind,
         format_bytes(first.saved_bytes),
-        format_seconds(first.recompute_s),
+        format_seconds(first.recompute_s) if first.decision != OFFLOAD else "-",
         group.decision,
         style="" if first.decision == KEEP else "cyan",
     )
 
 
-def _facts(plan: Plan) -> list[tuple[str, str | Text]]:
+def _facts(plan: Plan, rates: CopyRates | None) -> list[tuple[str, str | Text]]:
     predicted = plan.predicted
     budget = "none given" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
     rows: list[tuple[str, str | Text]] = [
@@ -207,6 +247,9 @@ def _facts(plan: Plan) -> list[tuple[str, str | Text]]:
         ),
         ("plan", f"{plan.strategy}, made in {format_seconds(plan.plan_s)}"),
     ]
+    copies = planned_line(plan) or why_nothing_moves(plan, rates)
+    if copies is not None:
+        rows.insert(5, ("copies", copies))
     if predicted.reserved_bytes != predicted.peak_bytes:
         reserved = f"{format_bytes(predicted.reserved_bytes)} predicted in the allocator's hands"
         rows.insert(1, ("reserved", reserved))

@@ -12,6 +12,7 @@ from rich.text import Text
 from memfit.ir.profile import Profile
 from memfit.ir.step_graph import CATEGORIES
 from memfit.ir.timeline import Timeline
+from memfit.report.copies import rates_line
 from memfit.report.terminal import category_table, columns, facts, headline, note_lines, span_name
 from memfit.units import format_bytes, format_seconds
 
@@ -119,6 +120,7 @@ def _facts(profile: Profile, timeline: Timeline) -> list[tuple[str, str | Text]]
             f"{device.name}: {format_bytes(device.capacity_bytes)}, "
             f"{format_bytes(device.free_bytes)} free",
         ),
+        ("copies", rates_line(profile.copy)),
     ]
     if baseline is not None and device.type == "cuda":
         rows.insert(2, ("reserved", f"{format_bytes(baseline.peak_reserved_bytes)} measured"))

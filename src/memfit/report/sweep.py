@@ -51,9 +51,12 @@ def sweep_data(rows: Sequence[SweepRow]) -> list[dict[str, object]]:
                 "peak_reserved_bytes": plan.predicted.reserved_bytes,
                 "step_s": plan.predicted.step_s,
                 "slowdown": plan.predicted.step_s / plan.baseline_step_s,
+                "copy_s": plan.predicted.copy_s,
+                "stall_s": plan.predicted.stall_s,
             },
             "num_recomputed": None if plan is None else decided(plan, RECOMPUTE),
             "num_partial": None if plan is None else decided(plan, PARTIAL),
+            "offloaded_bytes": None if plan is None else plan.offloaded_bytes,
         }
         for row in rows
         for strategy, plan in row.plans.items()
@@ -61,18 +64,20 @@ def sweep_data(rows: Sequence[SweepRow]) -> list[dict[str, object]]:
 
 
 def _one(rows: Sequence[SweepRow], strategy: str, baseline_bytes: int) -> Table:
-    table = columns(
-        "budget", "of baseline", "predicted peak", "predicted time", "slowdown", "recomputed"
-    )
-    for row in rows:
-        plan = row.plans[strategy]
-        cells = ["-"] * 4
+    names = ["budget", "of baseline", "peak", "time", "slowdown", "recomputed"]
+    plans = [row.plans[strategy] for row in rows]
+    moves = any(plan.offloaded_bytes for plan in plans if plan is not None)
+    title = "budgets with the peak and the time predicted for each"
+    table = columns(*names, *(["to host"] if moves else []), title=title)
+    for row, plan in zip(rows, plans, strict=True):
+        cells = ["-"] * (4 + moves)
         if plan is not None:
             cells = [
                 format_bytes(plan.predicted.peak_bytes),
                 format_seconds(plan.predicted.step_s),
                 slowdown(plan),
                 recomputed(plan),
+                *([format_bytes(plan.offloaded_bytes)] if moves else []),
             ]
         table.add_row(_size(row), f"{row.budget_bytes / baseline_bytes:.0%}", *cells)
     return table

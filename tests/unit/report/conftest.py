@@ -66,19 +66,20 @@ def tensor(name: str, decision: str, created: int, read: int) -> ActivationPlan:
     return ActivationPlan(name, decision, 1000 + read, read / 100, created, read, f"why {name}")
 
 
-def variant(*recomputed: str) -> VariantPlan:
-    """Five forward and four backward operators; of x, a, b and c these are recomputed."""
+def variant(*recomputed: str, offloaded: tuple[str, ...] = ()) -> VariantPlan:
+    """Five forward and four backward operators; of x, a, b and c these are not kept."""
+    gone = {**dict.fromkeys(recomputed, "recompute"), **dict.fromkeys(offloaded, "offload")}
     places = {"x": (-1, 3), "a": (0, 2), "b": (1, 1), "c": (2, 0)}
     return VariantPlan(
         graph="g",
         kind="Block",
         saved=tuple(name for name in places if name not in recomputed),
-        unplanned=not recomputed,
+        unplanned=not gone,
+        offloaded=offloaded,
         forward_ranks=5,
         backward_ranks=4,
         activations=tuple(
-            tensor(name, "recompute" if name in recomputed else "keep", *ranks)
-            for name, ranks in places.items()
+            tensor(name, gone.get(name, "keep"), *ranks) for name, ranks in places.items()
         ),
     )
 
@@ -113,6 +114,52 @@ def mixed(plan: Plan) -> Plan:
             head,
         ),
         variants=(variant(), variant("b", "c")),
+    )
+
+
+@pytest.fixture
+def moving(mixed: Plan) -> Plan:
+    """A stem kept, two blocks offloaded, one in part offloaded, a run of two, a head offloaded."""
+
+    def away(name: str, index: int, ahead: int) -> SegmentPlan:
+        return replace(
+            segment(name),
+            decision="offload",
+            offloaded_bytes=2 * MIB,
+            release=index + 1,
+            prefetch=index + ahead,
+            reason=f"sends 2.00 MiB to the host, back from call {index + ahead} on",
+            variant=2,
+        )
+
+    partial = replace(
+        away("blocks.2", 3, 1), decision="partial", recomputed_bytes=MIB, offloaded_bytes=MIB
+    )
+    head = replace(
+        away("head", 6, 0),
+        kind="Linear",
+        saved_bytes=3 * MIB,
+        variant=None,
+        activations=(tensor("mm_0", "offload", 60, 61),),
+    )
+    return replace(
+        mixed,
+        segments=(
+            mixed.segments[0],
+            away("blocks.0", 1, 1),
+            away("blocks.1", 2, 2),
+            replace(partial, variant=3),
+            *mixed.segments[4:6],
+            head,
+        ),
+        variants=(
+            *mixed.variants,
+            variant(offloaded=("a", "b")),
+            variant("c", offloaded=("a",)),
+        ),
+        predicted=replace(mixed.predicted, copy_s=0.004, stall_s=0.001),
+        techniques=("recompute", "offload"),
+        host_bytes=8 * MIB,
     )
 
 

@@ -35,7 +35,8 @@ def test_rows_have_the_six_columns_and_no_others(mixed):
 def test_counts_are_those_of_the_report(mixed):
     rows = list(decision_rows(mixed))
     again = sum(row["decision"] == "RECOMPUTE" for row in rows)
-    assert (again, len(rows)) == tensor_counts(mixed) == (11, 22)
+    counts = tensor_counts(mixed)
+    assert (again, len(rows)) == (counts["recompute"], counts.total()) == (11, 22)
     assert f"{again} of {len(rows)} tensors" in decisions_line(mixed)
     kept = mixed.unplanned()
     assert all(row["decision"] == "RETAINED" for row in decision_rows(kept))
@@ -65,6 +66,24 @@ def test_decisions_are_those_of_the_variant_or_of_the_run(mixed):
     assert rows["blocks.0/b"]["reason"] == "why b"
     assert rows["blocks.3/b"]["recomp_time_s"] == mixed.segments[4].recompute_s
     assert rows["blocks.3/b"]["reason"] == mixed.segments[4].reason
+
+
+def test_offloaded_tensors_are_swapped(moving):
+    decided = {name: row["decision"] for name, row in rows_by_name(moving).items()}
+    assert [decided[f"blocks.0/{n}"] for n in "xabc"] == ["RETAINED", "SWAP", "SWAP", "RETAINED"]
+    inside = ["RETAINED", "SWAP", "RETAINED", "RECOMPUTE"]
+    assert [decided[f"blocks.2/{n}"] for n in "xabc"] == inside
+    assert decided["head/mm_0"] == "SWAP"
+    assert set(decided.values()) == {"RETAINED", "RECOMPUTE", "SWAP"}
+    assert list(decided.values()).count("SWAP") == tensor_counts(moving)["offload"] == 6
+    assert rows_by_name(moving)["blocks.0/b"]["reason"] == "why b"
+
+
+def test_what_a_run_recomputes_is_not_swapped(moving):
+    """The calls of a run keep a variant for other plans: the run decides."""
+    segments = tuple(replace(s, variant=2) if s.run == 0 else s for s in moving.segments)
+    rows = rows_by_name(replace(moving, segments=segments))
+    assert {rows[f"blocks.4/{n}"]["decision"] for n in "xabc"} == {"RECOMPUTE"}
 
 
 def test_uncaptured_segments_give_their_own_activations(mixed):

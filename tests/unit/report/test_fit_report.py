@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from memfit.ir.profile import CopyRates
 from memfit.ir.result import Numerics
-from memfit.report.fit import fit_report, numbers_agree, summary_line
+from memfit.ir.swap import SwapStatistics, Traffic
+from memfit.report.fit import Option, choices_table, fit_report, numbers_agree, summary_line
+
+MIB = 2**20
 
 
 def text(renderables: list, width: int = 100) -> str:
@@ -50,6 +54,35 @@ def test_decisions_and_executors_are_counted(result, mixed):
     assert "2 of 7 segments recomputed whole, 2 in part, 3 kept: 11 of 22 tensors" in shown
     assert "executor graph for 5 segments, module for 2 segments" in shown
     assert "note: not captured, run by module: stem: it branches on data" in shown
+
+
+def test_what_was_copied_stands_beside_what_was_expected(result, moving):
+    lane = Traffic(bytes=20 * MIB, copies=8, busy_s=0.004, stalled_s=0.001, stalls=2)
+    swap = SwapStatistics(4, 8, 8, 0, 0, lane, lane, 9 * MIB, 8 * MIB)
+    shown = " ".join(text(fit_report(replace(result, swap=swap), moving), 200).split())
+    assert (
+        "copies 5.00 MiB to the host at 5.2 GB/s, 5.00 MiB back at 5.2 GB/s each batch; "
+        "8.00 MiB of 9.00 MiB host memory used" in shown
+    )
+    assert (
+        "waiting 500.0 us each batch in 1 waits for 2.0 ms of copying, 75% hidden; predicted: "
+        "4.0 ms of copying, 1.0 ms waited for (75% hidden)" in shown
+    )
+
+
+def test_a_fit_that_moved_nothing_says_why_where_it_might_have(result, plan):
+    shown = " ".join(text(fit_report(result, plan, CopyRates(1e9, 1e9)), 200).split())
+    assert "copies nothing is moved to the host, recomputing is cheaper here" in shown
+    assert "to the host" not in text(fit_report(result, plan))
+
+
+def test_choices_show_what_goes_to_the_host(plan, moving):
+    options = [Option("tight", 35 * MIB, moving), Option("roomy", 45 * MIB, plan)]
+    lines = text([choices_table(options)], 80).splitlines()
+    assert "to host" in lines[2]
+    assert lines[4].split()[-4:] == ["7.00", "MiB", "--budget", str(35 * MIB)]
+    assert max(map(len, lines)) <= 80
+    assert "to host" not in text([choices_table(options[1:])])
 
 
 def test_summary_is_one_line(result):

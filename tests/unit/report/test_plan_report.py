@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from memfit.ir.profile import CopyRates
+from memfit.report.copies import planned_line, why_nothing_moves
 from memfit.report.plan import (
     MOST_ROWS,
     decisions_line,
@@ -121,8 +123,8 @@ def test_summary_is_one_line(plan):
 def test_sweep_shows_what_is_not_feasible(plan):
     rows = [SweepRow(35 * MIB, {"none": None}), SweepRow(50 * MIB, {"none": plan})]
     lines = text(sweep_table(rows, 50 * MIB, 0.1)).splitlines()
-    assert lines[3].split() == ["35.00", "MiB", "70%", "-", "-", "-", "-"]
-    assert lines[4].split()[-3:] == ["4", "of", "7"]
+    assert lines[4].split() == ["35.00", "MiB", "70%", "-", "-", "-", "-"]
+    assert lines[5].split()[-3:] == ["4", "of", "7"]
     data = sweep_data(rows)
     assert [row["feasible"] for row in data] == [False, True]
     assert data[1]["predicted"]["slowdown"] == pytest.approx(1.1)
@@ -133,6 +135,57 @@ def test_sweep_counts_segments_planned_inside(mixed):
     rows = [SweepRow(50 * MIB, {"optimal": mixed})]
     assert "2 + 2 partial of 7" in text(sweep_table(rows, 50 * MIB, 0.1))
     assert sweep_data(rows)[0]["num_partial"] == 2
+
+
+def test_sweep_shows_what_goes_to_the_host(moving, plan):
+    rows = [
+        SweepRow(30 * MIB, {"optimal": None}),
+        SweepRow(35 * MIB, {"optimal": moving}),
+        SweepRow(50 * MIB, {"optimal": plan}),
+    ]
+    lines = text(sweep_table(rows, 50 * MIB, 0.1)).splitlines()
+    assert "to host" in lines[2]
+    assert [line.split()[-2:] for line in lines[4:7]] == [["-", "-"], ["7.00", "MiB"], ["0", "B"]]
+    assert [row["offloaded_bytes"] for row in sweep_data(rows)] == [None, 7 * MIB, 0]
+    assert sweep_data(rows)[1]["predicted"]["stall_s"] == 0.001
+    assert max(map(len, text(sweep_table(rows, 50 * MIB, 0.1), 80).splitlines())) <= 80
+
+
+def test_offloaded_neighbours_share_a_row_that_says_when_they_come_back(moving):
+    groups = group_segments(moving)
+    assert [(g.name, g.decision) for g in groups] == [
+        ("stem", "keep: the budget has room"),
+        ("blocks.0 .. 1 (2)", "offload: sends 2.00 MiB to the host, back 1 to 2 segments ahead"),
+        (
+            "blocks.2",
+            "partial: 1 of 4 tensors recomputed, frees 1.00 MiB; sends 1.00 MiB to the host, "
+            "back 1 segment ahead",
+        ),
+        ("blocks.3 .. 4 (2)", "recompute, run 0"),
+        ("head", "offload: sends 2.00 MiB to the host, back from call 6 on"),
+    ]
+    own = tuple(replace(s, prefetch=i) for i, s in enumerate(moving.segments))
+    assert group_segments(replace(moving, segments=own))[1].decision == (
+        "offload: sends 2.00 MiB to the host, back when its backward begins"
+    )
+
+
+def test_facts_count_what_is_offloaded(moving):
+    assert decisions_line(moving) == (
+        "2 of 7 segments recomputed whole, 1 in part, 3 offloaded, 1 kept: 8 of 22 tensors, "
+        "7.00 MiB recomputed, 6 tensors, 7.00 MiB offloaded, 5.00 MiB kept"
+    )
+    shown = "".join(text(part, 200) for part in plan_report(moving, "a GPU", every=False))
+    assert decisions_line(moving) in shown and planned_line(moving) in shown
+
+
+def test_a_plan_that_moves_nothing_says_why_where_it_might_have(plan):
+    rates = CopyRates(1e9, 1e9)
+    reason = why_nothing_moves(plan, rates)
+    shown = "".join(text(part, 200) for part in plan_report(plan, "a GPU", rates, every=False))
+    assert reason is not None and reason in shown
+    shown = "".join(text(part, 200) for part in plan_report(plan, "a GPU", every=False))
+    assert "to the host" not in shown
 
 
 def test_spans_notes_and_budgets_as_words():
