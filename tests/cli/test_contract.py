@@ -13,7 +13,10 @@ from memfit.cli.app import app
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 TARGET = "target --batch --seq --dtype --optimizer --device --set --json --verbose -v"
-HOW = "--strategy --interval --segments --allow --accumulate --executor --min-tensor-bytes"
+HOW = (
+    "--strategy --interval --segments --allow --host-budget --accumulate --executor "
+    "--min-tensor-bytes"
+)
 GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {
     "fit": f"{TARGET} {GOAL} {HOW} --plan --steps --output -o",
@@ -35,6 +38,15 @@ def test_executors_are_those_of_the_library():
     from memfit.cli.goal import EXECUTORS
 
     assert EXECUTORS == ("auto", *LIBRARY)
+
+
+def test_help_names_every_strategy_and_technique(memfit):
+    from memfit.planning.strategies import STRATEGIES
+    from memfit.planning.techniques import AVAILABLE
+
+    for verb in ("fit", "plan"):
+        shown = memfit(verb, "--help").stdout
+        assert all(name in shown for name in (*STRATEGIES, *AVAILABLE))
 
 
 def start(*words: str, **options: object) -> subprocess.Popen[str]:

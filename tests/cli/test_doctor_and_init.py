@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from memfit.ir.profile import CopyRates
 from memfit.measure.bandwidth import host_copy_bandwidth
 
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.measure.bandwidth.host_copy_bandwidth", lambda: 12.3e9)
+    rates = CopyRates(11.1e9, 10.2e9, 3e-6, drag=1.0)
+    monkeypatch.setattr("memfit.measure.bandwidth.copy_rates", lambda device: rates)
 
 
 def test_doctor_shows_devices_versions_and_copies(memfit):
@@ -19,7 +22,14 @@ def test_doctor_shows_devices_versions_and_copies(memfit):
     assert result.exit_code == 0, result.stderr
     for word in ("cpu", "within host memory", "12.3", "python", "torch", "compilers"):
         assert word in result.stdout
+    assert "plans on cpu   11.1 GB/s to the host, 10.2 GB/s back, 3.0 us to start" in result.stdout
     assert result.stdout.splitlines()[-1].endswith("next: memfit fit encoder")
+
+
+def test_doctor_says_when_copies_could_not_be_measured(memfit, monkeypatch):
+    monkeypatch.setattr("memfit.measure.bandwidth.copy_rates", lambda device: None)
+    assert "plans on cpu   not measured: nothing can be moved" in memfit("doctor").stdout
+    assert json.loads(memfit("doctor", "--json").stdout)["devices"][0]["copy_rates"] is None
 
 
 def test_doctor_says_how_to_install_what_is_missing(memfit, monkeypatch):
@@ -42,6 +52,7 @@ def test_doctor_json(memfit):
     assert data["schema_version"] == 1
     assert data["devices"][0]["device"] == "cpu"
     assert data["devices"][0]["capacity_bytes"] > 0
+    assert data["devices"][0]["copy_rates"]["in_bytes_per_s"] == 10.2e9
     assert data["packages"]["torch"]
 
 

@@ -136,6 +136,7 @@ def test_a_worse_plan_for_a_larger_budget_is_replaced_by_the_smaller_ones(
         return replace(saved, predicted=replace(saved.predicted, step_s=next(seconds)))
 
     class Device:
+        type = "cpu"
         capacity_bytes = 100
 
     class Profile:

@@ -17,6 +17,7 @@ def test_profile_prints_segments_static_bytes_and_the_peak(memfit, tiny):
     assert result.exit_code == 0, result.stderr
     for word in ("layers.0 .. 1 (2)", "optimizer state", "peak of the step", "step time"):
         assert word in result.stdout
+    assert "GB/s to the host, " in result.stdout and "nothing runs beside them" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("next: memfit plan encoder")
 
 
@@ -28,6 +29,8 @@ def test_profile_writes_its_files(memfit, tiny, tmp_path):
     assert data["schema_version"] == 1
     profile = from_data(Profile, json.loads((folder / "profile.json").read_text()))
     assert profile.step_s == data["step_s"]
+    assert profile.copy is not None
+    assert profile.copy.out_bytes_per_s == data["copy"]["out_bytes_per_s"] > 0
     segments = list(csv.DictReader((folder / "segments.csv").open()))
     assert [row["name"] for row in segments] == [row["name"] for row in data["segments"]]
     timeline = list(csv.DictReader((folder / "timeline.csv").open()))

@@ -12,6 +12,9 @@ from rich.text import Text
 
 from memfit.cli import options
 from memfit.cli.session import Session, opened
+from memfit.ir.codec import from_data
+from memfit.ir.profile import CopyRates
+from memfit.report.copies import rates_line
 from memfit.report.terminal import columns, facts
 from memfit.units import format_bytes
 
@@ -48,11 +51,13 @@ def examine(session: Session) -> dict[str, Any]:
     import torch
 
     from memfit import __version__
-    from memfit.measure.bandwidth import host_copy_bandwidth
+    from memfit.ir.codec import to_data
+    from memfit.measure.bandwidth import copy_rates, host_copy_bandwidth
 
     session.progress("measuring copies within host memory")
     cpu = _device(torch.device("cpu"))
     cpu["copy_bytes_per_s"] = {"host_to_host": host_copy_bandwidth()}
+    cpu["copy_rates"] = to_data(copy_rates(torch.device("cpu")))
     devices = [cpu]
     if torch.cuda.is_available():
         devices += [_cuda_device(session, i) for i in range(torch.cuda.device_count())]
@@ -81,10 +86,12 @@ def _cuda_device(session: Session, index: int) -> dict[str, Any]:
     import torch
 
     from memfit.ir.codec import to_data
-    from memfit.measure.bandwidth import DEVICE_BYTES, device_copy_bandwidth
+    from memfit.measure.bandwidth import DEVICE_BYTES, copy_rates, device_copy_bandwidth
 
     device = torch.device("cuda", index)
     found = _device(device)
+    session.progress(f"measuring what plans reckon with on {device}")
+    found["copy_rates"] = to_data(copy_rates(device))
     # Two buffers of this size must fit, or measuring would be the thing that fails.
     if found["free_bytes"] < 3 * DEVICE_BYTES:
         found["copy_bytes_per_s"] = None
@@ -119,11 +126,20 @@ def _show(session: Session, found: dict[str, Any]) -> None:
         for name, speed in speeds.items():
             way = _COPIES.get(name, "within host memory")
             copies.add_row(device["device"], way, f"{speed / 1e9:.1f}")
-    session.show(devices, copies, facts(_software(found)))
+    session.show(devices, copies, facts([*_reckoned(found), *_software(found)]))
     missing = _missing(found)
     for line in missing:
         session.line(Text.assemble(("missing: ", "bold yellow"), line))
     session.line(f"{len(missing) or 'nothing'} missing; next: memfit fit encoder")
+
+
+def _reckoned(found: dict[str, Any]) -> list[tuple[str, str | Text]]:
+    """The copies that a plan on each device reckons with."""
+    rates = {d["device"]: d["copy_rates"] for d in found["devices"]}
+    return [
+        (f"plans on {name}", rates_line(None if data is None else from_data(CopyRates, data)))
+        for name, data in rates.items()
+    ]
 
 
 def _software(found: dict[str, Any]) -> list[tuple[str, str | Text]]:

@@ -42,6 +42,7 @@ def fit(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
     accumulate: options.Accumulate = 1,
@@ -79,6 +80,7 @@ def fit(
             allow or [],
             executor,
             min_tensor_bytes,
+            host_budget,
         )
         plan = _checked(goal, plan_file, output)
         if plan is not None:
@@ -89,6 +91,7 @@ def fit(
 
         session.progress(f"building {target}")
         workload = what.build()
+        techniques = goal.techniques_on(workload.device.type)
         if plan is None and not goal.aims:
             _show_choices(session, what, workload, goal, accumulate)
             return
@@ -102,7 +105,8 @@ def fit(
             progress=session.progress,
             **goal.plan_options(),
         )
-        _show(session, what, fitted, goal, output)
+        could_move = plan is None and "offload" in techniques
+        _show(session, what, fitted, goal, output, could_move=could_move)
 
 
 def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> Plan | None:
@@ -123,7 +127,13 @@ def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> 
 
 
 def _show(
-    session: Session, what: Target, fitted: Fitted, goal: GoalOptions, output: Path | None
+    session: Session,
+    what: Target,
+    fitted: Fitted,
+    goal: GoalOptions,
+    output: Path | None,
+    *,
+    could_move: bool,
 ) -> None:
     from memfit import __version__
     from memfit.ir.codec import to_data
@@ -137,7 +147,8 @@ def _show(
     if session.as_json:
         session.emit(result.to_json())
     else:
-        session.show(*fit_report(result, fitted.plan))
+        rates = fitted.profile.copy if could_move else None
+        session.show(*fit_report(result, fitted.plan, rates))
         same = [*goal.setup_words(), *accumulating(fitted.profile.accumulate)]
         session.line(summary_line(result, what.command("plan", "--sweep", *same)))
     if not numbers_agree(result.numerics):
@@ -150,7 +161,6 @@ def _show_choices(
     from memfit import api
     from memfit.cli.sweep import choices, unplanned_bytes
     from memfit.ir.codec import to_data
-    from memfit.planning.make_plan import minimum_feasible
     from memfit.report.fit import choices_lines, choices_table
     from memfit.report.terminal import budget_word, headline, note_lines
 
@@ -162,7 +172,7 @@ def _show_choices(
         progress=session.progress,
     )
     session.progress("looking for the feasible range")
-    minimum, unplanned = minimum_feasible(profile, goal.smallest_bytes)[0], unplanned_bytes(profile)
+    minimum, unplanned = goal.minimum_bytes(profile), unplanned_bytes(profile)
     found = choices(profile, minimum, unplanned, goal, session.progress)
     if session.as_json:
         session.emit(
@@ -182,6 +192,7 @@ def _show_choices(
                         "budget_bytes": choice.budget_bytes,
                         "predicted": to_data(choice.plan.predicted),
                         "slowdown": choice.plan.predicted.step_s / choice.plan.baseline_step_s,
+                        "offloaded_bytes": choice.plan.offloaded_bytes,
                     }
                     for choice in found
                 ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from memfit.ir.profile import DeviceFacts
+    from memfit.ir.profile import DeviceFacts, Profile
 
 EXECUTORS = ("auto", "graph", "inductor", "module")
 
@@ -28,6 +28,7 @@ class GoalOptions:
     allow: Sequence[str]
     executor: str | None = None
     min_tensor_bytes: str | None = None
+    host_budget: str | None = None
 
     @property
     def given(self) -> list[str]:
@@ -55,6 +56,7 @@ class GoalOptions:
             "--allow": self.allow or None,
             "--executor": self.executor,
             "--min-tensor-bytes": self.min_tensor_bytes,
+            "--host-budget": self.host_budget,
         }
         return [option for option, value in named.items() if value is not None]
 
@@ -80,10 +82,10 @@ class GoalOptions:
                 hint="add --budget B or --activation-reduction SHARE",
             )
         check_executor(self.executor)
-        _ = self.smallest_bytes  # raises when it is no size
+        _ = self.smallest_bytes, self._host_bytes  # raise when they are no sizes
         allowed_techniques(self._techniques())
         strategy = self.strategy or "optimal"
-        for name in strategy.split(",") if several_strategies else [strategy]:
+        for name in self._strategies if several_strategies else [strategy]:
             Goal(
                 strategy=name,
                 max_slowdown=self.max_slowdown,
@@ -107,7 +109,38 @@ class GoalOptions:
             "interval": self.interval,
             "executor": self.executor,
             "min_tensor_bytes": self.smallest_bytes,
+            "host_budget": self._host_bytes,
         }
+
+    def techniques_on(self, device_type: str) -> tuple[str, ...]:
+        """What plans may use there; UsageError for a host budget that nothing may use."""
+        from memfit.planning.techniques import AVAILABLE, techniques_for
+
+        allow = self._techniques()
+        found = {t for name in self._strategies for t in techniques_for(name, allow, device_type)}
+        if self.host_budget is not None and "offload" not in found:
+            raise UsageError(
+                "--host-budget is given, but nothing may be moved to the host",
+                hint="allow it: --allow +offload",
+            )
+        return tuple(t for t in AVAILABLE if t in found)
+
+    def for_strategy(self, name: str, device_type: str) -> GoalOptions:
+        """The same for one of several strategies; the host budget is for those that can use it."""
+        one = replace(self, strategy=name, host_budget=None)
+        moves = "offload" in one.techniques_on(device_type)
+        return replace(one, host_budget=self.host_budget) if moves else one
+
+    def minimum_bytes(self, profile: Profile) -> int:
+        """The smallest budget that any plan under these options holds."""
+        from memfit.planning.make_plan import minimum_feasible
+        from memfit.runtime.swap.host_memory import default_host_budget
+
+        techniques = self.techniques_on(profile.device.type)
+        host_bytes = self._host_bytes
+        if host_bytes is None and "offload" in techniques:
+            host_bytes = default_host_budget()
+        return minimum_feasible(profile, self.smallest_bytes, techniques, host_bytes)[0]
 
     def words(self) -> list[str]:
         """The options as they were given, to be put into another command."""
@@ -119,14 +152,27 @@ class GoalOptions:
             "--strategy": self.strategy,
             "--interval": self.interval,
         }
-        return [*_given(named), *self.setup_words()]
+        return [*_given(named), *self._shared_words(self.allow)]
 
     def setup_words(self) -> list[str]:
-        """Of the options given, those that every command on the same step must share."""
+        """The words that every command on the same step must share, whatever its strategy.
+
+        What the strategy given here allows by its name is allowed by words of their own.
+        """
+        from memfit.planning.techniques import NEEDS
+
+        moves = any("offload" in NEEDS.get(name, ()) for name in self._strategies)
+        return self._shared_words(["+offload"] if moves and not self.allow else self.allow)
+
+    def _shared_words(self, allow: Sequence[str]) -> list[str]:
+        sizes = {
+            "--min-tensor-bytes": self.min_tensor_bytes,
+            "--host-budget": self.host_budget,
+        }
         return [
             *setup_words(self.segments, self.executor),
-            *(w for name in self.allow for w in ("--allow", name)),
-            *_given({"--min-tensor-bytes": self.min_tensor_bytes}),
+            *(w for name in allow for w in ("--allow", name)),
+            *_given(sizes),
         ]
 
     @property
@@ -135,6 +181,17 @@ class GoalOptions:
         from memfit.units import parse_bytes
 
         return 0 if self.min_tensor_bytes is None else parse_bytes(self.min_tensor_bytes)
+
+    @property
+    def _host_bytes(self) -> int | None:
+        """At most so many may wait on the host; None: a safe share of what is free."""
+        from memfit.units import parse_bytes
+
+        return None if self.host_budget is None else parse_bytes(self.host_budget)
+
+    @property
+    def _strategies(self) -> list[str]:
+        return (self.strategy or "optimal").split(",")
 
     def _techniques(self) -> list[str] | None:
         return [name for text in self.allow for name in text.split(",")] or None

@@ -90,7 +90,8 @@ Strategy = Annotated[
     typer.Option(
         "--strategy",
         metavar="S",
-        help="optimal (default), ratio, interval, all or none.",
+        help="optimal (default), ratio, interval, all or none; swap moves everything to the host, "
+        "mutwo swaps or recomputes tensor by tensor.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -117,7 +118,17 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="TECHNIQUE",
-        help="Techniques a plan may use (+NAME adds to the default ones); may be repeated.",
+        help="Techniques a plan may use: recompute, offload (+NAME adds to the default ones: both "
+        "on CUDA, recompute on the CPU); may be repeated.",
+        rich_help_panel=_HOW,
+    ),
+]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="B",
+        help="Host memory that offloaded tensors may take; left out: half of what is free.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -136,7 +147,8 @@ MinTensorBytes = Annotated[
     typer.Option(
         "--min-tensor-bytes",
         metavar="B",
-        help="Tensors smaller than this, such as 100KB, are always kept inside a segment.",
+        help="Tensors smaller than this, such as 100KB, are never recomputed inside a segment, "
+        "nor moved to the host.",
         rich_help_panel=_HOW,
     ),
 ]

@@ -30,6 +30,7 @@ def plan(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
     accumulate: options.Accumulate = 1,
@@ -79,6 +80,7 @@ def plan(
             allow or [],
             executor,
             min_tensor_bytes,
+            host_budget,
         )
         _check(goal, sweep, {"--output": output, "--decisions": decisions})
         session.progress("loading torch")
@@ -86,6 +88,7 @@ def plan(
 
         session.progress(f"building {target}")
         workload = what.build()
+        goal.techniques_on(workload.device.type)  # refuses what contradicts itself there
         profile = api.profile(
             workload,
             segments=goal.segments or None,
@@ -139,7 +142,8 @@ def _show_plan(
     if session.as_json:
         session.emit(to_data(made))
         return
-    session.show(*plan_report(made, profile.device.name, every=every))
+    rates = profile.copy if "offload" in goal.techniques_on(profile.device.type) else None
+    session.show(*plan_report(made, profile.device.name, rates, every=every))
     steps = ["--plan", str(output)] if output is not None else goal.words()
     next_command = what.command("fit", *steps, *accumulating(profile.accumulate))
     session.line(summary_line(made, next_command))
@@ -159,12 +163,11 @@ def _write_decisions(plan: Plan, path: Path) -> None:
 def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOptions) -> None:
     from memfit.cli.sweep import spread_budgets, sweep, unplanned_bytes
     from memfit.ir.codec import to_data
-    from memfit.planning.make_plan import minimum_feasible
     from memfit.report.sweep import sweep_data, sweep_table
     from memfit.report.terminal import budget_word, headline
 
     session.progress("looking for the smallest budget")
-    minimum, unplanned = minimum_feasible(profile, goal.smallest_bytes)[0], unplanned_bytes(profile)
+    minimum, unplanned = goal.minimum_bytes(profile), unplanned_bytes(profile)
     strategies = (goal.strategy or "optimal").split(",")
     rows = sweep(profile, spread_budgets(minimum, unplanned), strategies, goal, session.progress)
     if session.as_json:

@@ -82,6 +82,7 @@ def profile(
                     "gradient_bytes": measured.graph.gradient_bytes,
                     "step_s": measured.step_s,
                     "baseline": to_data(measured.baseline),
+                    "copy": to_data(measured.copy),
                     "simulated_peak": {
                         "peak_bytes": timeline.peak_bytes,
                         "categories": timeline.peak_categories,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from memfit.api import plan
 from memfit.cli.goal import GoalOptions
@@ -44,15 +43,14 @@ def sweep(
     progress: Progress,
 ) -> list[SweepRow]:
     """Plan for each budget with each strategy; a faster plan of a smaller budget is kept."""
-    rows: list[SweepRow] = []
-    best: dict[str, Plan | None] = dict.fromkeys(strategies)
-    for budget in budgets:
-        progress(f"planning for {format_bytes(budget)}")
-        for strategy in strategies:
-            found = _plan_within(profile, budget, replace(goal, strategy=strategy))
-            best[strategy] = _faster(best[strategy], found)
-        rows.append(SweepRow(budget, dict(best)))
-    return rows
+    plans: list[dict[str, Plan | None]] = [{} for _ in budgets]
+    for strategy in strategies:  # one after the other: what a solver learned helps the next budget
+        one = goal.for_strategy(strategy, profile.device.type)
+        best: Plan | None = None
+        for found, budget in zip(plans, budgets, strict=True):
+            progress(f"planning for {format_bytes(budget)} by {strategy}")
+            best = found[strategy] = _faster(best, _plan_within(profile, budget, one))
+    return [SweepRow(budget, found) for budget, found in zip(budgets, plans, strict=True)]
 
 
 def choices(
