@@ -66,6 +66,7 @@ def record_step(workload: Workload, captured: Captured) -> list[Event]:
 
     with (
         routed(workload.model, captured.route, engine, captured.code),
+        watched(captured.compiled, engine, names=False),
         explained_errors(workload),
     ):
         return record(step, workload.device)
@@ -92,13 +93,19 @@ def mutated(captured: Captured) -> dict[int, tuple[str, ...]]:
 
 
 @contextmanager
-def watched(compiled: CompiledSegments | None, engine: Marking) -> Iterator[None]:
-    """Mark what goes into and comes out of the joint graphs."""
+def watched(
+    compiled: CompiledSegments | None, engine: Marking, *, names: bool = True
+) -> Iterator[None]:
+    """Mark where joint graphs' backwards return; and what goes into and comes out of forwards."""
 
     def watch(node: str, tensor: torch.Tensor) -> None:
         mark(f"node {engine.current} {_address(tensor)} {node}")
 
-    with nullcontext() if compiled is None else compiled.watched(watch):
+    def returned() -> None:
+        mark(f"backward_end {engine.backward}")
+
+    shown = watch if names else None
+    with nullcontext() if compiled is None else compiled.watched(shown, returned):
         yield
 
 
@@ -107,7 +114,7 @@ class Marking:
 
     def __init__(self, inner: Recompute | None, captured: Container[int]) -> None:
         self.inner, self.captured = inner, captured
-        self.current = -1
+        self.current = self.backward = -1
 
     @property
     def replaying(self) -> bool:
@@ -143,22 +150,19 @@ class Marking:
         )
         mark(f"exit {index}")
         if index in self.captured:
-            mark_backward(index, args, kwargs, output)
+            self._mark_backward(index, output)
         return output
 
+    def _mark_backward(self, index: int, output: Any) -> None:
+        """Mark when the backward of a captured call begins; its code tells when it has returned."""
 
-def mark_backward(index: int, args: Any, kwargs: Any, output: Any) -> None:
-    """Mark when the backward of a captured call begins and when it has returned.
+        def begins(gradients: Any) -> None:
+            self.backward = index
+            mark(f"backward_begin {index}")
 
-    It has returned when the gradient of the first input that wants one arrives.
-    """
-    node = _graph_node(output)
-    if node is not None:
-        node.register_prehook(lambda gradients: mark(f"backward_begin {index}"))
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda gradient: mark(f"backward_end {index}"))
-            break
+        node = _graph_node(output)
+        if node is not None:
+            node.register_prehook(begins)
 
 
 def _graph_node(output: Any) -> Any:

@@ -29,7 +29,7 @@ def test_a_sure_measurement_is_believed_and_an_unsure_one_is_not() -> None:
 
 def test_what_ran_is_what_was_reckoned_from_the_graph(workload: memfit.Workload) -> None:
     profile = memfit.profile(workload, executor="graph")
-    simulator = Simulator(profile)
+    simulator = Simulator(profile, techniques=("recompute",))
     static, peak = profile.graph.fixed_bytes, simulator.peak_bytes([])
     plan = make_plan(profile, Goal(budget_bytes=int(static + 0.5 * (peak - static))))
     learned = learn_variants(workload, profile, plan)

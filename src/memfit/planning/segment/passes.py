@@ -42,6 +42,26 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     )
 
 
+def backward_peak_bytes(graph: JointGraph, variant: Variant, *, tangents_stay: bool) -> int:
+    """The variant's peak in backward; `tangents_stay` when others hold on to what it is given."""
+    if variant.measured or not tangents_stay:
+        return variant.backward_peak_bytes
+    given = tangent_storages(graph)
+    spans = [
+        replace(span, death=-1) if span.birth < 0 and span.storage in given else span
+        for span in variant.backward
+    ]
+    at_start = sum(span.bytes for span in spans if span.birth < 0)
+    steps = len(graph.backward_order(frozenset(variant.saved)))
+    return max(0, _peak_bytes(spans, steps) - at_start)
+
+
+def tangent_storages(graph: JointGraph) -> frozenset[int]:
+    """Storages of the gradients that the backward is given."""
+    tangents = (node for node in graph.nodes if node.role == "tangent")
+    return frozenset(s for node in tangents for s in node.storages)
+
+
 def moving(graph: JointGraph, variant: Variant, moved: Iterable[int]) -> Variant:
     """The variant with the memory of `moved`, among what it saves, on the host in between."""
     nodes = tuple(sorted(moved))

@@ -245,6 +245,19 @@ class _Compilation:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def backward(self, compiled: Boxed) -> Boxed:
+        """The compiled backward, which tells the segments when it returns."""
+        segments = self.segments
+
+        def run(args: list[Any]) -> Any:
+            returned = compiled(args)
+            if segments.returned is not None:
+                segments.returned()
+            return returned
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
     def _measure(self, args: Sequence[Any]) -> None:
         assert self.pair is not None and self.key is not None
         devices = {a.device for a in args if isinstance(a, torch.Tensor)}
@@ -290,7 +303,7 @@ def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilat
         return compilation.forward(_input_names(half), _boxed(half))
 
     def compile_backward(half: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        return _boxed(half)
+        return compilation.backward(_boxed(half))
 
     backend = aot_autograd(
         fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=compilation.cut
@@ -312,7 +325,9 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
     def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         names = _input_names(half)  # compiling changes the graph
         compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
-        return compiled if options.get("is_backward") else compilation.forward(names, compiled)
+        if options.get("is_backward"):
+            return compilation.backward(compiled)
+        return compilation.forward(names, compiled)
 
     partitioner = _Partitioner(compilation)
     try:

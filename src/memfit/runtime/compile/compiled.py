@@ -50,6 +50,7 @@ class CompiledSegments:
         self.last_key: str | None = None
         self.compilations = 0
         self.watch: Watch | None = None
+        self.returned: Callable[[], None] | None = None  # is told when a backward returns
         self.runs = 0  # compiled forwards that began
         self.said: set[str] = set()  # warnings
         self._programs: dict[tuple[Forward, Choice], Program] = {}
@@ -151,13 +152,19 @@ class CompiledSegments:
             self._measuring = before
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
-        """Show `watch` the inputs and results of every forward graph run, with their names."""
-        before, self.watch = self.watch, watch
+    def watched(
+        self, watch: Watch | None, returned: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Show `watch` the inputs and results of every forward graph run, with their names.
+
+        `returned` is called whenever a backward graph has run.
+        """
+        before = self.watch, self.returned
+        self.watch, self.returned = watch, returned or self.returned
         try:
             yield
         finally:
-            self.watch = before
+            self.watch, self.returned = before
 
     def close(self) -> None:
         """Drop the compiled code; graphs stay known."""
