@@ -39,7 +39,7 @@ class Fitted:
         self.workload = workload
         self.profile = profile
         self.result = result
-        self._applied = applied
+        self.applied = applied
         self._replan = replan
         self._accumulate = accumulate
         self._planned = [(workload.batch, applied, profile, result)]
@@ -49,7 +49,7 @@ class Fitted:
     @property
     def plan(self) -> Plan:
         """The plan at work."""
-        return self._applied.plan
+        return self.applied.plan
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class Fitted:
                 f"accumulate is {accumulate}, but the step was fitted for {self._accumulate}",
                 hint="gradients that wait need room in the plan: fit(..., accumulate=n)",
             )
-        if not self._applied.at_work:
+        if not self.applied.at_work:
             raise UsageError(
                 "the plan was taken off the model, so the step would not keep its budget",
                 hint="fit again, or train the model with your own loop",
@@ -113,7 +113,7 @@ class Fitted:
 
     def undo(self) -> None:
         """Restore the model as it was before the fit; training it plainly goes on from here."""
-        self._applied.undo()
+        self.applied.undo()
 
     def __enter__(self) -> Fitted:
         return self
@@ -161,17 +161,17 @@ class Fitted:
             "the batch %s is larger than what was planned for, or unlike it: planning again",
             batch_signature(batch),
         )
-        self._applied.undo()
+        self.applied.undo()
         try:
             again = self._replan(replace(self.workload, batch=batch))
         except BaseException:  # a caller who goes on with smaller batches still has the plan
-            self._applied.install()
+            self.applied.install()
             raise
         again.undo()
-        self._planned.append((batch, again._applied, again.profile, again.result))
+        self._planned.append((batch, again.applied, again.profile, again.result))
         self._switch(*self._planned[-1])
 
     def _switch(self, batch: Any, applied: Applied, profile: Profile, result: Result) -> None:
-        self._applied.undo()
-        self._applied, self.profile, self.result = applied.install(), profile, result
+        self.applied.undo()
+        self.applied, self.profile, self.result = applied.install(), profile, result
         self.workload.batch = batch

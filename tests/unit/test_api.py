@@ -258,9 +258,9 @@ def test_a_batch_that_fits_in_no_plan_leaves_the_old_plan_at_work(
     with pytest.raises(InfeasibleError):
         fitted.step(zoo.sequences(512))
     assert "forward" in workload.model.blocks[0].__dict__, "the plan is still at work"
-    before = fitted._applied.router.engine.replays
+    before = fitted.applied.router.engine.replays
     fitted.step(workload.batch)
-    assert fitted._applied.router.engine.replays > before
+    assert fitted.applied.router.engine.replays > before
 
 
 def test_a_batch_on_another_device_is_refused(zoo: SimpleNamespace, fit: Fit) -> None:

@@ -112,6 +112,30 @@ def test_twenty_random_lengths(llama: tuple[memfit.Fitted, Step]) -> None:
     assert fitted.notes == ()
 
 
+def test_what_waits_on_the_host_does_so_for_every_length() -> None:
+    model = _llama()
+    plain = _plain(model, _next_word)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload = Workload(model, _next_word, optimizer, _tokens(LENGTH))
+    options = {"strategy": "swap", "executor": "graph", "steps": 1}
+    with memfit.fit_workload(workload, None, **options) as fitted:
+        moved = _moves(fitted, plain, LENGTH)
+        assert moved > 10
+        for length in (40, 33, 24, 17):
+            assert _moves(fitted, plain, length) == moved
+
+
+def _moves(fitted: memfit.Fitted, plain: Step, length: int) -> int:
+    """How many tensors one step on a batch of this length moves."""
+    swap = fitted.applied.swap
+    assert swap is not None
+    swap.reset_statistics()
+    batch = _tokens(length)
+    _same(fitted.step(batch), plain(batch))
+    _same(fitted.workload.model.state_dict(), plain.model.state_dict())
+    return swap.statistics().moves
+
+
 @pytest.mark.parametrize("rows, length", [(1, LENGTH), (ROWS, 1), (1, 1), (1, 7)])
 def test_a_size_of_one(llama: tuple[memfit.Fitted, Step], rows: int, length: int) -> None:
     fitted, plain = llama

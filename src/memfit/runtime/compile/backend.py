@@ -176,6 +176,7 @@ class _Compilation:
         self.segments, self.kind, self.choice = program.segments, program.kind, program.choice
         self.key: str | None = None  # known once the graph is cut; none without gradients
         self.pair: partition.Pair | None = None
+        self._planned_names: dict[str, str] = {}  # of chosen nodes that have other names here
 
     def cut(
         self,
@@ -214,7 +215,9 @@ class _Compilation:
             fused = self.segments.executor == "inductor"
             return None if fused else read_by_backward(graph, traced.recompute_asked)
         if choice.symbolic:
-            return self.segments.symbolic_names(choice, graph, self.kind)
+            names = self.segments.symbolic_names(choice, graph, self.kind)
+            self._planned_names = dict(zip(names, choice.saved, strict=True))
+            return names
         self.segments.check(choice, graph, self.kind)
         return choice.saved
 
@@ -227,7 +230,10 @@ class _Compilation:
     def forward(self, names: Sequence[str], compiled: Boxed) -> Boxed:
         """The compiled forward, which tells the segments that it runs; `names` of its inputs."""
         segments, key = self.segments, self.key
+        planned = self._planned_names
+        names = [planned.get(name, name) for name in names]
         results = () if self.pair is None else self.pair.results
+        results = tuple(planned.get(name, name) for name in results)
         unplanned = self.choice.saved is None and not self.choice.symbolic
         measure = self._measure if self.choice.plain and unplanned else None
 
