@@ -44,7 +44,8 @@ def measured_lines(plan: Plan, swap: SwapStatistics | None) -> list[tuple[str, s
         return []
     out, back = (format_bytes(swap.per_step(lane.bytes)) for lane in (swap.out, swap.back))
     copying_s = swap.per_step(swap.out_busy_s + swap.in_busy_s)
-    waits = swap.per_step(swap.stalls)
+    count = round(swap.per_step(swap.stalls))
+    waits = "1 wait" if count == 1 else f"{count} waits"
     return [
         (
             "copies",
@@ -54,7 +55,7 @@ def measured_lines(plan: Plan, swap: SwapStatistics | None) -> list[tuple[str, s
         ),
         (
             "waiting",
-            f"{format_seconds(swap.per_step(swap.stalled_s))} each batch in {waits:.0f} waits for "
+            f"{format_seconds(swap.per_step(swap.stalled_s))} each batch in {waits} for "
             f"{format_seconds(copying_s)} of copying, {swap.hidden_share:.0%} hidden; "
             f"predicted: {_expected(plan)}",
         ),

@@ -163,9 +163,9 @@ def slowdown(plan: Plan) -> str:
 
 
 def recomputed(plan: Plan) -> str:
-    """How many segments are recomputed, of all: "4 of 7", or "4 + 2 partial of 7"."""
+    """How many segments are recomputed, of all: "4 of 7", or "4 + 2 part of 7": two in part."""
     partial = decided(plan, PARTIAL)
-    inside = f" + {partial} partial" if partial else ""
+    inside = f" + {partial} part" if partial else ""
     return f"{decided(plan, RECOMPUTE)}{inside} of {len(plan.segments)}"
 
 

@@ -64,10 +64,10 @@ def sweep_data(rows: Sequence[SweepRow]) -> list[dict[str, object]]:
 
 
 def _one(rows: Sequence[SweepRow], strategy: str, baseline_bytes: int) -> Table:
-    names = ["budget", "of baseline", "peak", "time", "slowdown", "recomputed"]
+    names = ["budget", "share", "peak", "time", "slowdown", "recomputed"]
     plans = [row.plans[strategy] for row in rows]
     moves = any(plan.offloaded_bytes for plan in plans if plan is not None)
-    title = "budgets with the peak and the time predicted for each"
+    title = "predicted, by budget and its share of the baseline"
     table = columns(*names, *(["to host"] if moves else []), title=title)
     for row, plan in zip(rows, plans, strict=True):
         cells = ["-"] * (4 + moves)

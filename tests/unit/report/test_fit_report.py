@@ -65,7 +65,7 @@ def test_what_was_copied_stands_beside_what_was_expected(result, moving):
         "8.00 MiB of 9.00 MiB host memory used" in shown
     )
     assert (
-        "waiting 500.0 us each batch in 1 waits for 2.0 ms of copying, 75% hidden; predicted: "
+        "waiting 500.0 us each batch in 1 wait for 2.0 ms of copying, 75% hidden; predicted: "
         "4.0 ms of copying, 1.0 ms waited for (75% hidden)" in shown
     )
 

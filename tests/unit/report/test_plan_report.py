@@ -133,7 +133,7 @@ def test_sweep_shows_what_is_not_feasible(plan):
 
 def test_sweep_counts_segments_planned_inside(mixed):
     rows = [SweepRow(50 * MIB, {"optimal": mixed})]
-    assert "2 + 2 partial of 7" in text(sweep_table(rows, 50 * MIB, 0.1))
+    assert "2 + 2 part of 7" in text(sweep_table(rows, 50 * MIB, 0.1))
     assert sweep_data(rows)[0]["num_partial"] == 2
 
 
@@ -148,7 +148,10 @@ def test_sweep_shows_what_goes_to_the_host(moving, plan):
     assert [line.split()[-2:] for line in lines[4:7]] == [["-", "-"], ["7.00", "MiB"], ["0", "B"]]
     assert [row["offloaded_bytes"] for row in sweep_data(rows)] == [None, 7 * MIB, 0]
     assert sweep_data(rows)[1]["predicted"]["stall_s"] == 0.001
-    assert max(map(len, text(sweep_table(rows, 50 * MIB, 0.1), 80).splitlines())) <= 80
+    large = replace(moving, segments=moving.segments * 9)
+    wide = [SweepRow(2001 * MIB, {"optimal": large})]
+    shown = text(sweep_table(wide, 50 * MIB, 0.1), 80)
+    assert "18 + 9 part of 63" in shown and "63.00 MiB" in shown and "…" not in shown
 
 
 def test_offloaded_neighbours_share_a_row_that_says_when_they_come_back(moving):
