@@ -171,7 +171,7 @@ def _points(
     A bundle is let go when its copy is done, sooner where the next step has no room for it, and in
     any case at the end.
     """
-    points = [0] * len(sizes)
+    points = list(range(1, len(sizes) + 1))
     waiting: deque[tuple[int, int, float]] = deque()
     now = lane = 0.0
     in_transit = 0
