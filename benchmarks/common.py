@@ -21,7 +21,8 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
     if path.exists():
         report: dict[str, Any] = json.loads(path.read_text())
         return report
-    facts = device_facts(torch.device("cuda", 0))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    facts = device_facts(device)
     return {
         "machine": {
             "gpu": facts.name,
@@ -33,6 +34,18 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
         "command": _command(sys.argv),
         **{section: {} for section in sections},
     }
+
+
+def add_command(report: dict[str, Any]) -> None:
+    """Name this run's command in a report that an earlier run began."""
+    command = _command(sys.argv)
+    if command not in report["command"].split("; "):
+        report["command"] += f"; {command}"
+
+
+def say(text: str) -> None:
+    """Tell how far a run has come, apart from its results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def heading(title: str, report: dict[str, Any]) -> list[str]:

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/swap.py, one file each."""

@@ -1,0 +1,141 @@
+"""Ways to run one step, measured side by side: peaks by themselves, seconds in turn."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import say
+
+from memfit.errors import MemfitError
+from memfit.measure.cuda_allocator import settle_optimizer_state
+from memfit.measure.memory import measure_peak, memory_cap
+from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
+from memfit.measure.timing import time_interleaved
+from memfit.runtime.apply import Applied
+from memfit.workload import Workload
+
+WARMUP = 3
+LIMIT_S = 40.0  # of timing: then three rounds are enough
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to run a step: what stands around it, and the cap under which it must run."""
+
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    cap_bytes: int | None = None
+    apart: bool = False  # it gives pages back, which the step after it would miss
+    applied: Applied | None = None
+
+    @staticmethod
+    def of(applied: Applied, cap_bytes: int | None = None) -> System:
+        """A plan at work."""
+        return System(lambda: applied, cap_bytes, applied.plan.trim, applied)
+
+
+def measure_systems(
+    workload: Workload, systems: Mapping[str, System], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Peak and seconds of each system; the first one stands for A/A a second time.
+
+    One that goes out of memory, under its cap or without, has a row that says so.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    with untouched(workload):
+        for name, system in systems.items():
+            say(f"  {name}")
+            rows[name] = _peak(workload, system, settle=not rows)
+        works = {n: _step(workload, s) for n, s in systems.items() if "error" not in rows[n]}
+        together = {n: work for n, work in works.items() if not systems[n].apart}
+        first = next(iter(systems))
+        assert first in together, f"{first} is what the others are compared with"
+        together[f"{first} again"] = together[first]
+        turns = [together, *({n: works[n]} for n in works if n not in together)]
+        for system in systems.values():
+            if system.applied is not None and system.applied.swap is not None:
+                system.applied.swap.reset_statistics()
+        say("  timing")
+        for turn in turns:
+            timings = time_interleaved(
+                turn, workload.device, rounds=steps, warmup=WARMUP, limit_s=LIMIT_S
+            )
+            for name, timing in timings.items():
+                rows.setdefault(name, {}).update(
+                    step_s=timing.median_s, spread_s=timing.spread_s, rounds=len(timing.samples)
+                )
+    return rows
+
+
+def traffic(applied: Applied, rates: Any) -> dict[str, Any]:
+    """What a plan's engine moved in an average step of the timed ones, and how well it hid."""
+    if applied.swap is None:
+        return {"moved_bytes": 0}
+    done = applied.swap.statistics()
+    out, back = done.per_step(done.out.bytes), done.per_step(done.back.bytes)
+    return {
+        "steps": done.steps,
+        "moved_bytes": out,
+        "restored_bytes": back,
+        "moves": done.per_step(done.moves),
+        "late": done.per_step(done.late),
+        "stayed": done.per_step(done.stayed),
+        "out_gb_per_s": done.out_gb_per_s,
+        "in_gb_per_s": done.in_gb_per_s,
+        "out_share": done.out_gb_per_s * 1e9 / rates.to_host,
+        "in_share": done.in_gb_per_s * 1e9 / rates.to_device,
+        "stalled_s": done.per_step(done.stalled_s),
+        "stalls": done.per_step(done.stalls),
+        "hidden_share": done.hidden_share,
+        "copy_bound_s": out / rates.to_host + back / rates.to_device,
+        "host_bytes": done.host_bytes,
+        "host_highest_bytes": done.host_highest_bytes,
+    }
+
+
+def a_a_spread(rows: Mapping[str, Mapping[str, Any]], first: str) -> float:
+    """What the clock makes of no difference, as a share of the step."""
+    one, other = rows[first], rows[f"{first} again"]
+    apart = abs(other["step_s"] - one["step_s"])
+    return max(apart, one["spread_s"], other["spread_s"]) / float(one["step_s"])
+
+
+def _step(workload: Workload, system: System) -> Callable[[], None]:
+    def step() -> None:
+        with system.around():
+            run_step(workload)
+
+    return step
+
+
+def _peak(workload: Workload, system: System, *, settle: bool) -> dict[str, Any]:
+    """Peak of two steps after some to warm up; `settle` the optimizer's state after the first."""
+    step = _step(workload, system)
+    try:
+        with memory_cap(workload.device, system.cap_bytes):
+            for number in range(WARMUP):  # compiles, pins host memory
+                step()
+                if settle and number == 0:
+                    settle_optimizer_state(workload.optimizer, workload.device)
+            if workload.device.type == "cuda":
+                torch.cuda.empty_cache()
+            peak = measure_peak(workload, lambda: (step(), step()))
+    except (RuntimeError, MemfitError) as error:
+        drop_gradients(workload)
+        if not (is_out_of_memory(error) or isinstance(error, MemfitError)):
+            raise
+        row = {"error": str(error).splitlines()[0][:200]}
+    else:
+        return {
+            "peak_bytes": peak.bytes,
+            "reserved_bytes": peak.reserved_bytes,
+            "retries": peak.retries,
+        }
+    gc.collect()  # outside of the except block what the failed step held is free
+    if workload.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
