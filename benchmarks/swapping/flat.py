@@ -13,6 +13,7 @@ from common import say
 import memfit
 from memfit.measure.step import run_step, untouched
 from memfit.runtime.apply import Applied
+from memfit.runtime.pressure.valve import Valve
 from swapping.session import Session
 
 NAME = "encoder@32x256"
@@ -25,7 +26,7 @@ def run(session: Session, kind: str) -> dict[str, Any]:
     """One way of swapping everything, for a thousand steps."""
     workload = session.workload(NAME)
     steps, first = (20, 5) if session.tiny else (STEPS, FIRST)
-    applied = None
+    applied, valve = None, None
     if kind == "valve":
         smallest = 1024 if session.tiny else 2**20
         valve = memfit.pressure(0, device=session.device, min_tensor_bytes=smallest)
@@ -40,8 +41,8 @@ def run(session: Session, kind: str) -> dict[str, Any]:
             run_step(workload)
             if number in (first, steps):
                 say(f"  {kind}: step {number}")
-                seen[str(number)] = _held(session, applied)
-        swaps = valve.statistics.swaps if applied is None else _moves(applied)
+                seen[str(number)] = _held(session, applied, valve)
+        swaps = _moves(applied, valve)
     early, late = seen.values()
     return {
         "seen": seen,
@@ -55,11 +56,13 @@ def run(session: Session, kind: str) -> dict[str, Any]:
     }
 
 
-def _moves(applied: Applied) -> int:
-    return 0 if applied.swap is None else applied.swap.statistics().moves
+def _moves(applied: Applied | None, valve: Valve | None) -> int:
+    if valve is not None:
+        return valve.statistics.swaps
+    return 0 if applied is None or applied.swap is None else applied.swap.statistics().moves
 
 
-def _held(session: Session, applied: Applied | None) -> dict[str, int]:
+def _held(session: Session, applied: Applied | None, valve: Valve | None) -> dict[str, int]:
     gc.collect()
     held = {"allocated": 0, "reserved": 0, "arena": 0}
     if session.cuda:
@@ -68,5 +71,7 @@ def _held(session: Session, applied: Applied | None) -> dict[str, int]:
         held["reserved"] = torch.cuda.memory_reserved(session.device)
     if applied is not None and applied.swap is not None:
         held["arena"] = applied.swap.statistics().host_bytes
+    if valve is not None:
+        held["arena"] = valve.statistics.host_highest_bytes
     held["rss"] = psutil.Process().memory_info().rss
     return held
