@@ -124,6 +124,12 @@ def every_profile() -> Iterator[Profiled]:
     return (_profiled(target, None) for target in WORKLOADS)
 
 
+@pytest.fixture(scope="session")
+def profiled_of() -> Callable[[str], Profiled]:
+    """A workload with its profile by the CPU's usual executor."""
+    return lambda target: _profiled(target, None)
+
+
 @pytest.fixture(scope="module", params=list(WORKLOADS))
 def profiled(request: pytest.FixtureRequest) -> Profiled:
     """Each workload with its profile by the CPU's usual executor."""

@@ -11,7 +11,7 @@ from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import Profile
 from memfit.planning import optimal
-from memfit.planning.acts import Act, Send
+from memfit.planning.acts import Act
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
@@ -112,7 +112,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
 
 def _check_host(simulator: Simulator, goal: Goal, choice: Choice, budget: int | None) -> None:
     """Refuse a choice that needs more host memory than there may be."""
-    moved = _host_bytes(simulator, choice.acts)
+    moved = simulator.moved_bytes(choice.acts)
     if goal.host_bytes is not None and moved > goal.host_bytes:
         raise InfeasibleError(
             f"strategy {goal.strategy!r} puts {format_bytes(moved)} on the host, and the host "
@@ -120,12 +120,6 @@ def _check_host(simulator: Simulator, goal: Goal, choice: Choice, budget: int | 
             budget_bytes=budget,
             hint=f"give --host-budget {moved}, or let strategy optimal choose what to move",
         )
-
-
-def _host_bytes(simulator: Simulator, acts: Sequence[Act]) -> int:
-    """Memory on the host: what acts move; a call without a graph may take the batch along."""
-    batch = simulator.graph.static.get("batch", 0)
-    return simulator.moved_bytes(acts) + batch * any(isinstance(act, Send) for act in acts)
 
 
 def minimum_feasible(
@@ -281,7 +275,7 @@ def _plan(
         plan_s=plan_s,
         executor=profile.executor,
         techniques=_used(simulator, choice.acts),
-        host_bytes=_host_bytes(simulator, choice.acts),
+        host_bytes=simulator.moved_bytes(choice.acts),
         smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,
         inplace_off=profile.inplace_off,

@@ -173,7 +173,8 @@ class Simulator:
     def recompute_seconds(self, pick: Pick) -> float:
         """Of the seconds a pick adds, those of recomputing."""
         graph = self.graph.calls[pick.call].graph
-        return self.menus[graph][self.offer(graph, self.variant(pick).saved)][1]
+        number = self.offer(graph, self.variant(pick).saved)  # may put it into the menu
+        return self.menus[graph][number][1]
 
     def host_seconds_of(self, act: Act) -> float:
         """Seconds that an act adds to the host's work: a pick's operators run in code that is

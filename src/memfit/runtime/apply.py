@@ -48,7 +48,8 @@ class Applied:
                 stack.callback(engine.close)
             stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
             route = Route(self.plan.route, self.plan.model_calls)
-            self.router = Router(self.model, route, engine, code)
+            given = None if self.swap is None else self.swap.keep
+            self.router = Router(self.model, route, engine, code, given)
             stack.callback(self.router.uninstall)
             self.router.install()
             self._stack = stack.pop_all()

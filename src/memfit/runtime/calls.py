@@ -81,9 +81,12 @@ class Router:
         route: Route,
         engine: Engine,
         code: Mapping[int, Wrap] | None = None,
+        inputs: Callable[[Any], None] | None = None,
     ) -> None:
+        """`inputs` is shown the arguments of every call of the model itself."""
         self.model = unwrap(model)
         self.engine = engine
+        self._inputs = inputs
         self._code = code or {}
         self._indices: dict[str, dict[int, int]] = {}
         self._visits: dict[str, int] = {}
@@ -142,6 +145,8 @@ class Router:
             if self._model_seen % self._model_calls == 0:
                 self.begin()
             self._model_seen += 1
+            if self._inputs is not None:
+                self._inputs((args, kwargs))
             try:
                 output = forward(*args, **kwargs)
             except BaseException:

@@ -7,7 +7,7 @@ leave when autograd saves it; the points at which it is let go and fetched again
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,9 +83,10 @@ class Swap:
         """Whether the inner engine repeats a forward."""
         return self._inner.replaying
 
-    def keep(self, tensors: Iterable[torch.Tensor | torch.UntypedStorage]) -> None:
-        """Let these (a batch) never move, as long as they live."""
-        self._static.update(tensors)
+    def keep(self, inputs: Any) -> None:
+        """Let the tensors in here (a batch) never move, as long as they live: others hold them."""
+        leaves = tree_leaves(inputs)
+        self._static.update(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def begin(self) -> None:
         """Start a step. What a forward or a backward that failed left behind is given up."""
