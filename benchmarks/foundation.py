@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("foundation.json"))
     parser.add_argument("--only", nargs="*", help="names of workloads")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--executor", default="module", choices=("module", "graph", "inductor"))
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
@@ -77,14 +78,16 @@ def main() -> None:
     for name in names:
         if name in WORKLOADS:
             rows = report["workloads"].setdefault(name, {})
-            fit_and_compare(name, rows, arguments.steps, save)
+            fit_and_compare(name, rows, arguments.executor, arguments.steps, save)
             save()
     table = markdown(report)
     arguments.output.with_suffix(".md").write_text(table)
     print(table)
 
 
-def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None]) -> None:
+def fit_and_compare(
+    name: str, rows: Rows, executor: str, steps: int, save: Callable[[], None]
+) -> None:
     """Fill the rows of one workload: its budgets, then the checkpointing peers."""
     wanted = [f"{share:.0%}" for share in SHARES]
     if all(key in rows for key in [*wanted, "peers"]):
@@ -92,8 +95,9 @@ def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None])
     target, options = WORKLOADS[name]
     workload = resolve_target(target, device="cuda", **options)
     begun = time.perf_counter()
-    profile = memfit.profile(workload, executor="module")
-    rows["profile"] = {"seconds": time.perf_counter() - begun, **_plain(profile)}
+    profile = memfit.profile(workload, executor=executor)
+    seconds = time.perf_counter() - begun
+    rows["profile"] = {"executor": executor, "seconds": seconds, **_plain(profile)}
     assert profile.baseline is not None
     static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
     if "peers" not in rows:
@@ -112,7 +116,9 @@ def fit_and_compare(name: str, rows: Rows, steps: int, save: Callable[[], None])
 def fit_budget(workload: Workload, profile: Profile, budget: int, steps: int) -> dict[str, Any]:
     """Plan, run under the cap, compare numbers and time."""
     try:
-        fitted = memfit.fit_workload(workload, budget, profiled=profile, steps=steps)
+        fitted = memfit.fit_workload(
+            workload, budget, profiled=profile, steps=steps, allow="recompute"
+        )
     except InfeasibleError as refusal:
         return {
             "budget_bytes": budget,
@@ -186,6 +192,7 @@ def reduce_activations(name: str, steps: int) -> dict[str, Any]:
             max_slowdown=1.20,
             steps=steps,
             executor="graph",
+            allow="recompute",
         )
     except InfeasibleError as refusal:
         return {"verdict": "infeasible", "why": refusal.message}

@@ -129,7 +129,11 @@ class Comparison:
             begun = time.perf_counter()
             try:
                 fitted = memfit.fit_workload(
-                    self.workload, budget, profiled=profile, steps=self.arguments.steps
+                    self.workload,
+                    budget,
+                    profiled=profile,
+                    steps=self.arguments.steps,
+                    allow="recompute",
                 )
             except InfeasibleError as refusal:
                 self.rows["fits"][key] = {

@@ -90,13 +90,39 @@ def _pick(sim: Simulator, act: Pick, call: Call, variant: Variant) -> Effect:
 
 
 def _backward_peak(sim: Simulator, call: Call, variant: Variant) -> int:
-    """The peak inside a captured backward. In a step with branches one gradient may be given to
-    several calls: where it outlives this one's backward, it does not make room in it."""
+    """The peak inside a captured backward.
+
+    In a step with branches one gradient may be given to several calls: where it outlives this
+    one's backward, it does not make room in it. An output that is saved does, if all others that
+    may hold it are done by then.
+    """
     graph = sim.profile.graphs[call.graph]
+    freed = {
+        storage
+        for node in set(graph.outputs).intersection(graph.held_outside(variant.saved))
+        if _held_last_by(sim, call, call.held.get(graph.nodes[node].name, -1))
+        for storage in graph.nodes[node].storages
+    }
     sizes = [graph.storages[s].bytes for s in tangent_storages(graph)]
     given = (sim.birth > sim.graph.forward_end) & (sim.birth <= call.need)
     stays = given & (sim.death > call.finish) & np.isin(sim.bytes, sizes)
-    return backward_peak_bytes(graph, variant, tangents_stay=bool(stays.any()))
+    return backward_peak_bytes(
+        graph, variant, tangents_stay=bool(stays.any()), freed=frozenset(freed)
+    )
+
+
+def _held_last_by(sim: Simulator, call: Call, block: int) -> bool:
+    """Whether nobody but this call may hold a block of the step once its backward begins."""
+    if block < 0 or sim.death[block] > call.need:
+        return False
+    others = (
+        other
+        for other in sim.graph.calls
+        if other.index != call.index and (block in other.args or block in other.held.values())
+    )
+    holding = sim.hold_call[sim.hold_block == block]
+    rest = [sim.graph.calls[c] for c in holding.tolist() if c != call.index]
+    return all(max(other.done, other.finish) <= call.need for other in (*others, *rest))
 
 
 def _outside(sim: Simulator, call: Call, nodes: tuple[int, ...]) -> Ints:

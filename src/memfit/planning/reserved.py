@@ -81,8 +81,8 @@ def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[t
     moments += _copied(sim, acts)
     for act in acts:
         effect = sim.effect(act)
-        if not isinstance(act, tuple) or not len(effect.blocks):
-            continue
+        if not isinstance(act, tuple) or not effect.inside:
+            continue  # nothing is replayed
         inside["run", act[0]] = _replayed(sim, act, set(effect.blocks.tolist()))
         moments.append((effect.need, 1, ("run", act[0]), 0))
         for block, release in zip(effect.blocks, effect.releases, strict=True):

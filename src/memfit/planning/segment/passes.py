@@ -19,7 +19,7 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     kept = frozenset(n for n in saved if graph.nodes[n].role != "parameter")
     again = graph.recomputed(kept)
     forward_order, backward_order = graph.forward_order(kept), graph.backward_order(kept)
-    states = {n: graph.nodes[n].state_bytes for n in again if graph.nodes[n].state_bytes}
+    states = _states(graph, again)
     forward = (
         *_forward_spans(graph, kept, forward_order),
         *_taken_states(graph, forward_order, states),
@@ -42,18 +42,26 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     )
 
 
-def backward_peak_bytes(graph: JointGraph, variant: Variant, *, tangents_stay: bool) -> int:
-    """The variant's peak in backward; `tangents_stay` when others hold on to what it is given."""
-    if variant.measured or not tangents_stay:
+def backward_peak_bytes(
+    graph: JointGraph, variant: Variant, *, tangents_stay: bool, freed: frozenset[int]
+) -> int:
+    """The variant's peak in backward where it runs in a step.
+
+    `tangents_stay` when others hold on to the gradients it is given; outputs in `freed` (storages)
+    are held by nobody else then, so they go when it has read them.
+    """
+    if variant.measured or not (tangents_stay or freed):
         return variant.backward_peak_bytes
-    given = tangent_storages(graph)
+    kept = frozenset(variant.saved)
+    order = graph.backward_order(kept)
+    given = tangent_storages(graph) if tangents_stay else frozenset()
     spans = [
         replace(span, death=-1) if span.birth < 0 and span.storage in given else span
-        for span in variant.backward
+        for span in _backward_spans(graph, kept, order, freed)
     ]
+    spans += _restored_states(graph, order, _states(graph, variant.recomputed))
     at_start = sum(span.bytes for span in spans if span.birth < 0)
-    steps = len(graph.backward_order(frozenset(variant.saved)))
-    return max(0, _peak_bytes(spans, steps) - at_start)
+    return max(0, _peak_bytes(spans, len(order)) - at_start)
 
 
 def tangent_storages(graph: JointGraph) -> frozenset[int]:
@@ -118,14 +126,22 @@ def _forward_spans(
 
 
 def _backward_spans(
-    graph: JointGraph, kept: frozenset[int], order: Sequence[int]
+    graph: JointGraph,
+    kept: frozenset[int],
+    order: Sequence[int],
+    freed: frozenset[int] = frozenset(),
 ) -> tuple[Span, ...]:
     """Spans of the backward pass: what is saved and tangents are there first, gradients stay."""
     tangents = (n for n, value in enumerate(graph.nodes) if value.role == "tangent")
     memory = _Memory(graph, (*kept, *tangents))
     memory.run(order)
     # Others may hold an output too: it does not go when this segment lets go of it.
-    return memory.spans(stay=graph.gradients, constant=graph.output_storages)
+    return memory.spans(stay=graph.gradients, constant=graph.output_storages - freed)
+
+
+def _states(graph: JointGraph, again: Iterable[int]) -> dict[int, int]:
+    """Bytes of the generator states that nodes are run again with."""
+    return {n: graph.nodes[n].state_bytes for n in again if graph.nodes[n].state_bytes}
 
 
 def _taken_states(
