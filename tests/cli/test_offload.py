@@ -150,7 +150,7 @@ def test_host_memory_that_cannot_be_had_ends_with_its_own_code(memfit, tiny, mon
     assert result.exit_code == 4 and result.stdout == ""
     assert result.stderr.startswith("error: cannot allocate ")
     assert "of host memory for swapping, 1000 B are free" in result.stderr
-    assert "\nhint: give swapping less host memory (host_budget)" in result.stderr
+    assert "\nhint: give swapping less host memory (host_budget, --host-budget)" in result.stderr
 
 
 def test_a_saved_plan_that_moves_is_run(memfit, tiny, tmp_path):
@@ -161,6 +161,14 @@ def test_a_saved_plan_that_moves_is_run(memfit, tiny, tmp_path):
     assert json.loads(result.stdout)["swap"]["moves"] > 0
 
 
+def test_mutwo_makes_a_plan(memfit, tiny):
+    result = memfit("plan", *tiny, "--strategy", "mutwo", "--budget", "90%", "--json")
+    assert result.exit_code == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["predicted"]["peak_bytes"] <= plan["budget_bytes"]
+    assert plan["techniques"]
+
+
 def test_words_of_the_next_command():
     goal = GoalOptions(None, None, None, None, "mutwo", None, [], [], host_budget="2GiB")
     assert goal.plan_options()["host_budget"] == 2 * 2**30
@@ -168,4 +176,5 @@ def test_words_of_the_next_command():
     assert goal.setup_words() == ["--allow", "+offload", "--host-budget", "2GiB"]
     one = goal.for_strategy("all", "cpu")
     assert (one.strategy, one.host_budget) == ("all", None)
-    assert goal.for_strategy("all", "cuda").host_budget == "2GiB"
+    assert goal.for_strategy("all", "cuda").host_budget is None
+    assert goal.for_strategy("swap", "cuda").host_budget == "2GiB"

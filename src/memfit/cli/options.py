@@ -118,8 +118,8 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="TECHNIQUE",
-        help="Techniques a plan may use: recompute, offload (+NAME adds to the default ones: both "
-        "on CUDA, recompute on the CPU); may be repeated.",
+        help="Techniques a plan may use: recompute, offload (+NAME adds to the default: "
+        "recompute); may be repeated.",
         rich_help_panel=_HOW,
     ),
 ]

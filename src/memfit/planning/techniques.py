@@ -17,9 +17,9 @@ NEEDS = {
 }
 
 
-def default_techniques(device_type: str) -> tuple[str, ...]:
-    """What a plan may use when nobody says: on a CPU, the host is where the step itself is."""
-    return AVAILABLE if device_type == "cuda" else ("recompute",)
+# What a plan may use when nobody says. On a CPU the host is where the step itself is; on CUDA
+# offload has to be asked for until it was measured there.
+DEFAULTS = {"cpu": ("recompute",), "cuda": ("recompute",)}
 
 
 def techniques_for(
@@ -27,7 +27,7 @@ def techniques_for(
 ) -> tuple[str, ...]:
     """The techniques of a plan: allowed ones, or the usual ones and what the strategy needs."""
     needed = NEEDS.get(strategy, ())
-    allowed = allowed_techniques(allow, default_techniques(device_type))
+    allowed = allowed_techniques(allow, DEFAULTS[device_type])
     if allow is None:
         return tuple(t for t in AVAILABLE if t in allowed or t in needed)
     for name in needed:

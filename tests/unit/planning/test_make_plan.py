@@ -223,7 +223,7 @@ def test_techniques() -> None:
     assert allowed_techniques([]) == ()
     with pytest.raises(UsageError, match="unknown technique 'magic'"):
         allowed_techniques("recompute,magic")
-    assert techniques_for("optimal", None, "cuda") == ("recompute", "offload")
+    assert techniques_for("optimal", None, "cuda") == ("recompute",)
     assert techniques_for("optimal", None, "cpu") == ("recompute",)
     assert techniques_for("optimal", "+offload", "cpu") == ("recompute", "offload")
     assert techniques_for("swap", None, "cpu") == ("recompute", "offload")

@@ -191,7 +191,7 @@ class Arena:
             f"no room to swap {format_bytes(wanted)} to the host: {format_bytes(self._used)} of "
             f"{format_bytes(self.capacity_bytes)} are in use, "
             f"the largest free piece has {format_bytes(max(pieces, default=0))}",
-            hint="give swapping more host memory (host_budget)",
+            hint="give swapping more host memory (host_budget, --host-budget)",
         )
 
 
@@ -217,7 +217,7 @@ def _mapped(size: int) -> torch.Tensor:
         raise HostMemoryError(
             f"cannot allocate {format_bytes(size)} of host memory for swapping, "
             f"{format_bytes(free)} are free: {error}",
-            hint="give swapping less host memory (host_budget), or free some",
+            hint="give swapping less host memory (host_budget, --host-budget), or free some",
         ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(OSError, AttributeError):  # advice: a kernel without it does without
@@ -233,8 +233,8 @@ def _pin(address: int, size: int) -> None:
         raise HostMemoryError(
             f"cannot pin {format_bytes(size)} of host memory for swapping: the system answered "
             f"{runtime.cudaGetErrorString(answer)!r}",
-            hint="give swapping less host memory (host_budget), or raise the limit on locked "
-            "memory (ulimit -l; in a container --ulimit memlock=-1)",
+            hint="give swapping less host memory (host_budget, --host-budget), or raise the limit "
+            "on locked memory (ulimit -l; in a container --ulimit memlock=-1)",
         )
 
 
