@@ -62,6 +62,8 @@ def profile_workload(
             seconds = times.measure(rounds)
         peak = times.plain_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
+        if copy is None:
+            notes.append("no room to measure copies to the host: nothing can be moved there")
     return Profile(
         fingerprint=model_signature(workload.model),
         workload=describe(workload),

@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from memfit.runtime.swap.moved import Moved, over
-
-
-class Geometry(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-
-    def in_(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies so in `storage`."""
-        return over(storage, *self)
+from memfit.runtime.swap.moved import Geometry, Moved
 
 
 @dataclass(slots=True)
@@ -105,16 +88,3 @@ class View:
         self.saved = saved
         self.geometry = Geometry.of(tensor)
         self.version = saved.current_version()
-
-
-def check_version(expected: int, current: int, tensor: torch.Tensor) -> None:
-    """Raise as autograd does for a tensor that was changed in place after it was saved.
-
-    torch itself leaves the check out where hooks are at work.
-    """
-    if expected != current:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(tensor.shape)} {tensor.dtype} is at version {current}; "
-            f"expected version {expected} instead"
-        )

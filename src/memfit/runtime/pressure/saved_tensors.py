@@ -48,8 +48,8 @@ from memfit.runtime.pressure.gauge import (
     storage_key,
 )
 from memfit.runtime.pressure.host_store import HostStore
-from memfit.runtime.pressure.saved import Geometry, Remains, Saved, View, check_version
-from memfit.runtime.swap.moved import Kept, Moved
+from memfit.runtime.pressure.saved import Remains, Saved, View
+from memfit.runtime.swap.moved import Geometry, Kept, Moved, check_version
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,8 @@ class SavedTensors:
         ):
             with self._lock:
                 tensor = self._bring_on(saved)
-        check_version(packed.version, saved.current_version(), tensor)
+        if packed.version != saved.current_version():
+            check_version(packed.version, saved.current_version(), Geometry.of(tensor))
         if isinstance(packed, View):
             return packed.geometry.in_(tensor.untyped_storage())
         return tensor.detach()  # another owner of the storage, as long as it is used

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -71,23 +71,40 @@ class Moved:
             self.mover.bury(self)
 
 
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: Sequence[int]
+    stride: Sequence[int]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """That of a tensor."""
+        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def in_(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor that lies so in `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor: torch.Tensor = empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return tensor
+
+
 class Handle:
     """What autograd keeps in the place of a saved tensor whose memory moves."""
 
-    __slots__ = ("dtype", "moved", "offset", "size", "stride")
+    __slots__ = ("geometry", "moved")
 
     def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
-        self.moved = moved
-        self.dtype, self.offset = tensor.dtype, int(tensor.storage_offset())
-        self.size, self.stride = tensor.size(), tensor.stride()
+        self.moved, self.geometry = moved, Geometry.of(tensor)
 
     def tensor(self) -> torch.Tensor:
         """The saved tensor again."""
         moved = self.moved
-        _check_version(moved.alias, moved.version, self.size)
+        check_version(moved.version, moved.alias._version, self.geometry)
         moved.step.begun = True
-        storage = moved.mover.fetch(moved)
-        return over(storage, self.dtype, self.offset, self.size, self.stride)
+        return self.geometry.in_(moved.mover.fetch(moved))
 
 
 class Kept:
@@ -104,26 +121,19 @@ class Kept:
 
     def tensor(self) -> torch.Tensor:
         """The saved tensor."""
-        _check_version(self._tensor, self._version, self._tensor.size())
+        if self._tensor._version != self._version:
+            check_version(self._version, self._tensor._version, Geometry.of(self._tensor))
         return self._tensor
 
 
-def over(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    """A tensor over a storage."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+def check_version(expected: int, current: int, geometry: Geometry) -> None:
+    """Raise as autograd does for a tensor that was changed in place after it was saved.
 
-
-def _check_version(tensor: torch.Tensor, version: int, size: Sequence[int]) -> None:
-    if tensor._version != version:
+    torch itself leaves the check out where hooks are at work.
+    """
+    if expected != current:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(size)} {tensor.dtype} is at version {tensor._version}; "
-            f"expected version {version} instead"
+            f"operation: {list(geometry.size)} {geometry.dtype} is at version {current}; "
+            f"expected version {expected} instead"
         )

@@ -13,7 +13,7 @@ import torch
 from memfit.ir.swap import Traffic
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import Copy, Lanes
-from memfit.runtime.swap.moved import Moved, over
+from memfit.runtime.swap.moved import Geometry, Moved
 
 
 class Mover:
@@ -155,4 +155,4 @@ class Mover:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return over(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
+    return Geometry(torch.uint8, 0, (storage.nbytes(),), (1,)).in_(storage)
