@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from common import add_command, load_report, say
 from swapping import everything, flat, hides, pays, simulated, valve
-from swapping.session import Session
+from swapping.session import LAYERS, Session
 from swapping.tables import PARTS, markdown
 
 WHOLE = ("resnet50@64", "resnet152@64", "vit_b_16@64", "gpt2-large@8x1024 bf16")
@@ -98,8 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--executors",
         nargs="+",
-        choices=("module", "graph", "inductor"),
-        help="module and graph; for `pays` graph alone",
+        choices=("module", LAYERS, "graph", "inductor"),
+        help=f"module and graph, for `pays` graph alone; {LAYERS}: module, each layer by itself",
     )
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="for `pays`")
     parser.add_argument("--lessons", type=int, default=1, help="runs to learn from, for `pays`")
@@ -190,7 +190,7 @@ def _chosen(names: tuple[str, ...], arguments: argparse.Namespace) -> list[str]:
 
 def _profile_s(name: str, executor: str) -> float:
     module_s, more_s = PROFILE_S[name]
-    if executor == "module":
+    if executor in ("module", LAYERS):
         return module_s
     return (module_s + more_s) * (INDUCTOR if executor == "inductor" else 1.0)
 

@@ -14,7 +14,6 @@ from memfit.verify.numerics import check_numerics
 from swapping.session import Session, empty_host_cache
 from swapping.systems import System, a_a_spread, measure_systems, traffic
 
-PEER_BESIDE = "module"  # save_on_cpu works around the plain step, as this executor does
 PEER_NEEDS = 3.5  # times what is moved, with memfit's own: it rounds up to powers of two
 
 
@@ -24,12 +23,13 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
     rates = session.rates()
     plan = memfit.plan(profile, strategy="swap", allow="offload")
     planned = Applied(plan, workload.model)
-    unplanned = None if executor == "module" else Applied(plan.unplanned(), workload.model)
+    eager = plan.executor == "module"
+    unplanned = None if eager else Applied(plan.unplanned(), workload.model)
     systems = {
         "plain": System() if unplanned is None else System.of(unplanned),
         "swap": System.of(planned),
     }
-    if executor == PEER_BESIDE and PEER_NEEDS * plan.host_bytes < free_host_bytes():
+    if eager and PEER_NEEDS * plan.host_bytes < free_host_bytes():
         systems["save_on_cpu"] = System(lambda: _save_on_cpu(session))
     rows = measure_systems(workload, systems, session.steps)
     moved = traffic(planned, rates)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import memfit
+from memfit.capture.segments import EVERY_LAYER
 from memfit.ir.profile import Profile
 from memfit.measure.bandwidth import device_copy_bandwidth, host_copy_bandwidth
 from memfit.targets import resolve_target
@@ -52,6 +53,7 @@ WORKLOADS: dict[str, Target] = {
         },
     ),
 }
+LAYERS = "layers"  # executor `module` with every layer a segment: memory goes tensor by tensor
 _RESNET = {
     "embedding_size": "8",
     "hidden_sizes": "8,16",
@@ -142,7 +144,10 @@ class Session:
         """Its profile by this executor."""
         workload = self.workload(name)
         if self._profile is None or self._profile[0] != (name, executor):
-            self._profile = (name, executor), memfit.profile(workload, executor=executor)
+            options: dict[str, Any] = {"executor": executor}
+            if executor == LAYERS:
+                options = {"executor": "module", "segments": [EVERY_LAYER]}
+            self._profile = (name, executor), memfit.profile(workload, **options)
         return self._profile[1]
 
     def learned(self, name: str, executor: str, profile: Profile) -> None:

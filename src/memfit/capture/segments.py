@@ -2,7 +2,8 @@
 
 Start from repeated same-class modules (transformer blocks, residual blocks); split what still
 holds a large share of the saved bytes; single layers outside stay single, so that chains of them
-(a stem) can be recomputed together. A user may name the segments instead.
+(a stem) can be recomputed together. A user may name the segments instead; EVERY_LAYER names each
+single layer, which moves memory tensor by tensor and leaves nothing to recompute.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from memfit.capture.discover import Discovery, Visit
 from memfit.errors import UsageError
 
 LARGE_SHARE = 0.2  # of all saved bytes: more than this in one segment leaves the plan no choice
+EVERY_LAYER = "**"
 SPLIT_COVER = 0.6  # parts must hold this much of what the whole saves, or splitting loses it
 
 
@@ -106,11 +108,7 @@ def _by_name(discovery: Discovery, patterns: Sequence[str]) -> list[Visit]:
     visits = list(discovery.root.walk())
     chosen: list[Visit] = []
     for pattern in patterns:
-        # "layers.*" means the layers, not what is inside them.
-        depth = pattern.count(".")
-        matches = [
-            v for v in visits if fnmatchcase(v.module, pattern) and v.module.count(".") == depth
-        ]
+        matches = [v for v in visits if _matches(v, pattern)]
         if not matches:
             raise UsageError(
                 f"no module called in the step has a name like {pattern!r}",
@@ -126,6 +124,13 @@ def _by_name(discovery: Discovery, patterns: Sequence[str]) -> list[Visit]:
             )
     order = {id(v): i for i, v in enumerate(visits)}
     return sorted(chosen, key=lambda v: order[id(v)])
+
+
+def _matches(visit: Visit, pattern: str) -> bool:
+    if pattern == EVERY_LAYER:
+        return visit.leaf
+    # "layers.*" means the layers, not what is inside them.
+    return fnmatchcase(visit.module, pattern) and visit.module.count(".") == pattern.count(".")
 
 
 def _examples(visits: list[Visit]) -> str:

@@ -109,7 +109,8 @@ Segments = Annotated[
     typer.Option(
         "--segments",
         metavar="PATTERN",
-        help="Modules to plan, such as 'layers.*', instead of those found; may be repeated.",
+        help="Modules to plan, such as 'layers.*', instead of those found ('**': every single "
+        "layer); may be repeated.",
         rich_help_panel=_HOW,
     ),
 ]

@@ -115,6 +115,8 @@ def test_patterns_name_the_segments(zoo: SimpleNamespace) -> None:
     assert _names(workload, ["blocks.*"]) == [f"blocks.{i}" for i in range(4)]
     assert _names(workload, ["head", "blocks.[01]"]) == ["blocks.0", "blocks.1", "head"]
     assert _names(workload, ["blocks.*.up"]) == [f"blocks.{i}.up" for i in range(4)]
+    layers = _names(workload, ["**"])
+    assert "blocks.0.up" in layers and "blocks.0" not in layers
 
 
 @pytest.mark.parametrize(
