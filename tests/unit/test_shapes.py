@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
+from memfit.ir.profile import CopyRates
 from memfit.measure.memory import measure_peak
 from memfit.runtime.compile import shapes
 from memfit.runtime.compile.choice import OtherGraph
@@ -117,7 +118,10 @@ def test_what_waits_on_the_host_does_so_for_every_length() -> None:
     plain = _plain(model, _next_word)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     workload = Workload(model, _next_word, optimizer, _tokens(LENGTH))
-    options = {"strategy": "swap", "executor": "graph", "steps": 1}
+    # Copies that start at once: then no tensor is too small to be moved, however short the batch.
+    rates = CopyRates(1e10, 1e10, latency_s=0.0, drag=1.0)
+    profile = replace(memfit.profile(workload, executor="graph"), copy=rates)
+    options = {"strategy": "swap", "profiled": profile, "steps": 1}
     with memfit.fit_workload(workload, None, **options) as fitted:
         moved = _moves(fitted, plain, LENGTH)
         assert moved > 10

@@ -90,7 +90,9 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
         if best is None:
             raise
         return Choice(best, note="the solver was interrupted: best plan found so far, no bound")
-    if solution is None or _far_from_bound(simulator, solution):
+    moves = simulator.copy is not None
+    if moves and (solution is None or _far_from_bound(simulator, solution)):
+        # Copies make the program hard: another way to look for a plan may have been luckier.
         best = _better_of(simulator, best, choose_mutwo(simulator, request), request)
     if solution is None:
         return None if best is None else Choice(best, note="the solver ran out of time")
