@@ -30,7 +30,7 @@ from memfit.errors import InfeasibleError
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.measure.timing import time_interleaved
+from memfit.measure.timing import Inside, time_interleaved
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
@@ -287,20 +287,12 @@ def _plain_step(workload: Workload) -> None:
     run_step(workload)
 
 
-def _planned_step(workload: Workload, applied: Applied) -> Callable[[], None]:
-    def step() -> None:
-        with applied:
-            run_step(workload)
-
-    return step
+def _planned_step(workload: Workload, applied: Applied) -> Inside:
+    return Inside(lambda: applied, lambda: run_step(workload))
 
 
-def _checkpointed_step(workload: Workload, modules: list[str]) -> Callable[[], None]:
-    def step() -> None:
-        with _checkpointed(workload.model, modules):
-            run_step(workload)
-
-    return step
+def _checkpointed_step(workload: Workload, modules: list[str]) -> Inside:
+    return Inside(lambda: _checkpointed(workload.model, modules), lambda: run_step(workload))
 
 
 @contextmanager

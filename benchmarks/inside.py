@@ -32,7 +32,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.measure.timing import time_interleaved
+from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
 from memfit.targets import resolve_target
@@ -193,11 +193,7 @@ class Comparison:
         }
 
     def _inside(self, around: Callable[[], AbstractContextManager[Any]]) -> Step:
-        def step() -> None:
-            with around():
-                run_step(self.workload)
-
-        return step
+        return Inside(around, lambda: run_step(self.workload))
 
     def _blocks(self, names: Sequence[str], budget: float | None, *, again: bool = False) -> Step:
         """Blocks compiled (unless `budget` is None) and recomputed whole (if `again`)."""
@@ -235,12 +231,11 @@ class Comparison:
         compiled = torch.compile(_own(loss), dynamic=False)
 
         def step() -> None:
-            with _memory_budget(budget):
-                compiled(workload.batch).backward()
-                workload.optimizer.step()
-                workload.optimizer.zero_grad(set_to_none=True)
+            compiled(workload.batch).backward()
+            workload.optimizer.step()
+            workload.optimizer.zero_grad(set_to_none=True)
 
-        return step
+        return Inside(lambda: _memory_budget(budget), step)
 
 
 def _call_forward(forward: Any, args: Any, kwargs: Any) -> Any:

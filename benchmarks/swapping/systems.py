@@ -15,7 +15,7 @@ from memfit.errors import MemfitError
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import measure_peak, memory_cap
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
-from memfit.measure.timing import time_interleaved
+from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
 
@@ -104,12 +104,8 @@ def a_a_spread(rows: Mapping[str, Mapping[str, Any]], first: str) -> float:
     return max(apart, one["spread_s"], other["spread_s"]) / float(one["step_s"])
 
 
-def _step(workload: Workload, system: System) -> Callable[[], None]:
-    def step() -> None:
-        with system.around():
-            run_step(workload)
-
-    return step
+def _step(workload: Workload, system: System) -> Inside:
+    return Inside(system.around, lambda: run_step(workload))
 
 
 def _peak(workload: Workload, system: System, *, settle: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.measure.timing import time_interleaved
+from memfit.measure.timing import Inside, time_interleaved
 from memfit.planning.acts import Act
 from memfit.planning.make_plan import Goal, make_plan, minimum_feasible
 from memfit.planning.simulate import Simulator
@@ -108,11 +108,10 @@ def test_measured_in_turn_it_is_no_slower_and_needs_no_more(
         "segments": Applied(coarse, workload.model),
     }
 
-    def step(name: str) -> None:
-        with applied[name]:
-            run_step(workload)
-
-    works = {name: (lambda name=name: step(name)) for name in applied}
+    works = {
+        name: Inside(lambda plan=plan: plan, lambda: run_step(workload))
+        for name, plan in applied.items()
+    }
     ratios: list[float] = []
     with untouched(workload):
         for _ in range(ATTEMPTS):

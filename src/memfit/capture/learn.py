@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from memfit.capture.recording import Marking, watched
 from memfit.ir.joint_graph import JointGraph, Span, Variant
@@ -19,7 +20,7 @@ from memfit.ir.plan import Plan, SegmentPlan
 from memfit.ir.profile import Measurements, Profile
 from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
-from memfit.measure.timing import time_interleaved
+from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied, plan_code, plan_engine
 from memfit.runtime.calls import Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
@@ -90,15 +91,16 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     planned = Applied(replace(plan, trim=False), workload.model)
     unplanned = Applied(plan.unplanned(), workload.model)
 
-    def step(applied: Applied) -> None:
-        with applied:
-            run_step(workload, accumulate=profile.accumulate)
-
-    works = {"planned": lambda: step(planned), "unplanned": lambda: step(unplanned)}
+    step = partial(run_step, workload, accumulate=profile.accumulate)
+    works = {
+        "planned": Inside(lambda: planned, step),
+        "unplanned": Inside(lambda: unplanned, step),
+    }
     times = time_interleaved(works, workload.device, rounds=ROUNDS, warmup=2, limit_s=20)
     with_plan, without = times["planned"], times["unplanned"]
-    partial = [s for s in plan.segments if s.decision == "partial"]
-    reckoned_s = profile.accumulate * sum(s.recompute_s for s in partial)
+    reckoned_s = profile.accumulate * sum(
+        s.recompute_s for s in plan.segments if s.decision == "partial"
+    )
     trim_s = profile.trim_s if plan.trim else 0.0
     whole_s = max(plan.predicted.step_s - plan.baseline_step_s - reckoned_s - trim_s, 0.0)
     measured_s = with_plan.median_s - without.median_s - whole_s

@@ -23,7 +23,7 @@ from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step
-from memfit.measure.timing import Clock, time_interleaved
+from memfit.measure.timing import Clock, Inside, time_interleaved
 from memfit.runtime.calls import Engine, Forward, Router, routed
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.recompute import Recompute, scratch_statistics, statistics_norms
@@ -69,16 +69,16 @@ class StepTimes:
     def measure(self, rounds: int) -> Seconds:
         """Measure the plain step's peak if it fits, then all seconds, interleaved."""
         self.plain_peak = self._peak_of_plain()
-        works = {"recomputed": self._recomputed_step}
+        works = {"recomputed": self._recomputed_step()}
         if self.plain_peak is not None:
-            works = {"plain": self._plain_step, **works}
+            works = {"plain": self._plain_step(), **works}
             if self.workload.device.type == "cuda":
-                works["half"] = self._half_step
+                works["half"] = self._recomputed_step(every=2)
         timings = time_interleaved(works, self.workload.device, rounds=rounds, limit_s=30)
         whole = {name: timing.median_s for name, timing in timings.items()}
         if self.workload.device.type == "cuda":
             # By itself: pages given back in one step are missed in the next.
-            works = {"trimmed": self._trimmed_step}
+            works = {"trimmed": self._recomputed_step(trim=True)}
             trimmed = time_interleaved(works, self.workload.device, rounds=3, warmup=2)
             whole["trimmed"] = trimmed["trimmed"].median_s
         plain, recomputed = [], []
@@ -153,7 +153,7 @@ class StepTimes:
 
     def _peak_of_plain(self) -> Peak | None:
         try:
-            return measure_peak(self.workload, self._plain_step)
+            return measure_peak(self.workload, self._plain_step())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -166,21 +166,14 @@ class StepTimes:
     def _routed(self, engine: Engine) -> AbstractContextManager[Router]:
         return routed(self.workload.model, self.captured.route, engine, self.captured.code)
 
-    def _plain_step(self) -> None:
-        with self._routed(Recompute([], {})):
-            run_step(self.workload, accumulate=self.accumulate)
+    def _plain_step(self) -> Inside:
+        return Inside(lambda: self._routed(Recompute([], {})), self._step)
 
-    def _recomputed_step(self) -> None:
-        with recomputing_all(self.workload, self.captured):
-            run_step(self.workload, accumulate=self.accumulate)
+    def _recomputed_step(self, **how: Any) -> Inside:
+        return Inside(lambda: recomputing_all(self.workload, self.captured, **how), self._step)
 
-    def _half_step(self) -> None:
-        with recomputing_all(self.workload, self.captured, every=2):
-            run_step(self.workload, accumulate=self.accumulate)
-
-    def _trimmed_step(self) -> None:
-        with recomputing_all(self.workload, self.captured, trim=True):
-            run_step(self.workload, accumulate=self.accumulate)
+    def _step(self) -> None:
+        run_step(self.workload, accumulate=self.accumulate)
 
     def _calls(self, recompute: bool) -> dict[str, dict[int, float]]:
         calls = CallClock(self.clock)

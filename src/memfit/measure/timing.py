@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,19 @@ class Clock:
             torch.cuda._sleep(20_000_000)
 
 
+@dataclass(frozen=True)
+class Inside:
+    """A work that runs inside a context; to enter and leave it is not part of its seconds."""
+
+    around: Callable[[], AbstractContextManager[Any]]
+    work: Callable[[], Any]
+
+    def __call__(self) -> None:
+        """Enter the context, work, leave it."""
+        with self.around():
+            self.work()
+
+
 def time_interleaved(
     works: Mapping[str, Callable[[], Any]],
     device: torch.device,
@@ -64,11 +78,13 @@ def time_interleaved(
     begun = time.perf_counter()
     for number in range(warmup + rounds):
         for name, work in works.items():
-            clock.settle()
-            start = clock.now()
-            work()
-            stop = clock.now()
-            clock.settle()
+            inside = work if isinstance(work, Inside) else Inside(nullcontext, work)
+            with inside.around():
+                clock.settle()
+                start = clock.now()
+                inside.work()
+                stop = clock.now()
+                clock.settle()
             if number >= warmup:
                 samples[name].append(clock.seconds(start, stop))
         if number >= warmup + 2 and time.perf_counter() - begun > limit_s:

@@ -112,13 +112,15 @@ class Copies:
         self, simulator: Simulator, acts: Sequence[Act], budget: int | None
     ) -> tuple[Act, ...]:
         """The acts with points: memory goes when its copy is done, or sooner where the budget has
-        no room for it; it comes back as late as it can without a wait, or later likewise."""
+        no room for it; it comes back as late as it can without a wait, or later likewise. Without a
+        budget the peak stays what it would be without copies under way."""
         tight = tuple(without_points(act) for act in acts)
         loads = simulator.loads(tight)
         if not loads:
             return tight
         curve = simulator.highest(tight)
-        room = None if budget is None else budget - curve
+        budget = int(curve.max()) if budget is None else budget
+        room = budget - curve
         extra_s = simulator.added_seconds(tight)
         hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
         out = {a.call: (size, hides * self.out_seconds(size, a.tensors)) for a, size, _ in loads}
@@ -153,13 +155,12 @@ class Copies:
             at = returns[place[act.call]] - 1  # the mirrored call before whose backward it starts
             prefetch = mirrored[at] if at < len(mirrored) else len(calls)
             found.append(replace(act, release=leaves[act.call], prefetch=prefetch))
-        over = budget is not None and simulator.peak_bytes(found) > budget
-        return tight if over else tuple(found)
+        return tight if simulator.peak_bytes(found) > budget else tuple(found)
 
 
-def _least(room: np.ndarray | None, start: int, stop: int) -> float:
+def _least(room: np.ndarray, start: int, stop: int) -> float:
     """The least room at positions from `start` up to `stop`."""
-    return float("inf") if room is None else float(room[start : max(stop, start + 1)].min())
+    return float(room[start : max(stop, start + 1)].min())
 
 
 def _points(

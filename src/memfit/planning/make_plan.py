@@ -16,7 +16,7 @@ from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
-from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval
+from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
@@ -205,6 +205,10 @@ def _smallest(simulator: Simulator, host_bytes: int | None) -> Choice:
     candidates: list[tuple[Act, ...]] = [()]
     if simulator.recompute:
         candidates = [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
+    if simulator.copy is not None:
+        moved = choose_swap(simulator, free).acts
+        fits = host_bytes is None or simulator.moved_bytes(moved) <= host_bytes
+        candidates += [moved] if fits else []
     placed = simulator.profile.allocator is not None
     try:
         lowest = optimal.smallest(simulator, host_bytes=host_bytes).acts

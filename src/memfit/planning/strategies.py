@@ -55,7 +55,7 @@ def choose_ratio(simulator: Simulator, request: Request) -> Choice | None:
 def choose_swap(simulator: Simulator, request: Request) -> Choice:
     """Move everything that is kept and large enough to the host, recompute nothing.
 
-    Without a budget there is room for two calls' memory in transit: enough to copy all the time.
+    Without a budget, memory is in transit only where that does not raise the peak.
     """
     acts: list[Act] = list(simulator.sends())
     for call in simulator.graph.calls:
@@ -63,11 +63,7 @@ def choose_swap(simulator: Simulator, request: Request) -> Choice:
             number = simulator.everything_moved(call.graph)
             acts += [] if number is None else [Pick(call.index, number)]
     acts.sort(key=lambda act: calls_of(act)[0])
-    budget = request.budget
-    if budget is None:
-        largest = max((out for _, out, _ in simulator.loads(acts)), default=0)
-        budget = simulator.peak_bytes(acts) + 2 * largest
-    return Choice(simulator.scheduled(acts, budget))
+    return Choice(simulator.scheduled(acts, request.budget))
 
 
 def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
@@ -131,10 +127,17 @@ def saved_bytes(simulator: Simulator, call: int) -> int:
 def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Act, ...]]:
     assert request.budget is not None
     free = Request(request.budget, float("inf"))
-    ways = (choose_none, choose_ratio, choose_interval) if simulator.recompute else (choose_none,)
+    ways: list[Strategy] = [choose_none]
+    ways += [choose_ratio, choose_interval] if simulator.recompute else []
+    ways += [choose_swap] if simulator.copy is not None else []
     choices = [way(simulator, free) for way in ways]
+    host = float("inf") if request.host_bytes is None else request.host_bytes
     found = [c.acts for c in choices if c is not None]
-    return [acts for acts in found if simulator.peak_bytes(acts) <= request.budget]
+    return [
+        acts
+        for acts in found
+        if simulator.peak_bytes(acts) <= request.budget and simulator.moved_bytes(acts) <= host
+    ]
 
 
 def _far_from_bound(simulator: Simulator, solution: optimal.Solution) -> bool:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memfit.errors import HostMemoryError
 from memfit.ir.result import Numerics
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, untouched
 from memfit.runtime.apply import Applied
@@ -21,6 +25,10 @@ from memfit.workload import Workload
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
 RANDOM_TOLERANCE = 5e-2
 ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
+REPEATS = 3  # that show whether a step repeats itself
+# What torch asks for before it runs deterministic kernels and no others.
+_CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,17 +60,33 @@ def check_numerics(
             return result
     with deterministic():
         result = _planned_against_unplanned(workload, planned, unplanned)
-        if not result.repeatable and workload.device.type == "cuda" and unplanned is None:
-            result = _with_repeatable_attention(workload, planned) or result
+    # A step that repeated itself once may have done so by chance.
+    if not result.bitwise_vs_unplanned and workload.device.type == "cuda":
+        result = _with_repeatable_kernels(workload, planned, unplanned) or result
     return result
 
 
-def _with_repeatable_attention(workload: Workload, planned: Applied) -> Numerics | None:
-    for kernel in (SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
-        with sdpa_kernel([kernel, SDPBackend.MATH]):
-            again = _planned_against_unplanned(workload, planned, None)
+def _with_repeatable_kernels(
+    workload: Workload, planned: Applied, unplanned: Applied | None
+) -> Numerics | None:
+    """The comparison by kernels that repeat themselves; None where no kind of them runs here."""
+    kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+    if os.environ.get(_CUBLAS) in _CUBLAS_REPEATS:
+        kinds["deterministic"] = partial(deterministic, strict=True)
+    if unplanned is None:  # compiled code has chosen its attention already
+        kinds["cudnn attention"] = partial(sdpa_kernel, [SDPBackend.CUDNN_ATTENTION])
+        kinds["math attention"] = partial(sdpa_kernel, [SDPBackend.MATH])
+    for name, kernels in kinds.items():
+        try:
+            with deterministic(), kernels():
+                again = _planned_against_unplanned(workload, planned, unplanned)
+        except (RuntimeError, HostMemoryError) as error:  # none for an operator, or no room
+            log.info("no comparison by %s kernels: %s", name, error)
+            drop_gradients(workload)
+            continue
+        finally:
+            gc.collect()
         if again.repeatable:
-            name = kernel.name.lower().replace("_", " ")
             note = f"compared with {name} kernels: the usual ones do not repeat themselves"
             return replace(again, note=f"{note}; {again.note}" if again.note else note)
     return None
@@ -87,14 +111,17 @@ def _planned_against_unplanned(
     if result.bitwise_vs_unplanned:
         return result
     # Is it the plan, or is the model itself not repeatable?
-    again = compare(unplanned, _numbers(workload, base, on_host=on_host))
-    if again.bitwise_vs_unplanned:
-        return replace(result, agree=False)
-    note = (
-        "the unplanned step does not repeat itself either: two runs differ by "
-        f"{again.grad_max_rel_diff:.2g} in gradients"
-    )
-    return replace(result, note=note, repeatable=False)
+    for _ in range(REPEATS if workload.device.type == "cuda" else 1):
+        again = compare(unplanned, _numbers(workload, base, on_host=on_host))
+        if not again.bitwise_vs_unplanned:
+            note = (
+                "the unplanned step does not repeat itself either: two runs differ by "
+                f"{again.grad_max_rel_diff:.2g} in gradients"
+            )
+            if workload.device.type == "cuda":
+                note += f" ({_CUBLAS}={_CUBLAS_REPEATS[0]} lets both use kernels that do)"
+            return replace(result, note=note, repeatable=False)
+    return replace(result, agree=False)
 
 
 def _unplanned_numbers(workload: Workload, base: Applied | None) -> tuple[Numbers, bool]:
@@ -203,8 +230,11 @@ def compare(expected: Numbers, actual: Numbers) -> Numerics:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Ask torch for deterministic algorithms where it has them."""
+def deterministic(*, strict: bool = False) -> Iterator[None]:
+    """Ask torch for deterministic algorithms where it has them; `strict`: or else to raise.
+
+    Some kernels (attention) are only deterministic when it is strict.
+    """
     settings: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -213,7 +243,7 @@ def deterministic() -> Iterator[None]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=not strict)
         settings.fill_uninitialized_memory = False
         try:
             yield

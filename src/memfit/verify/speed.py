@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from memfit.measure.step import run_step, untouched
-from memfit.measure.timing import Timing, time_interleaved
+from memfit.measure.timing import Inside, Timing, time_interleaved
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
 
@@ -46,14 +47,9 @@ def compare_speed(
     `unplanned` runs the step by the plan's executor with everything kept; None: as its module does.
     """
 
-    def plain() -> None:
-        with unplanned or nullcontext():
-            run_step(workload, accumulate=accumulate)
-
-    def with_plan() -> None:
-        with planned:
-            run_step(workload, accumulate=accumulate)
-
+    step = partial(run_step, workload, accumulate=accumulate)
+    plain = Inside(lambda: unplanned or nullcontext(), step)
+    with_plan = Inside(lambda: planned, step)
     works = {"planned": with_plan}
     if baseline:
         works = {"plain": plain, "planned": with_plan, "plain again": plain}

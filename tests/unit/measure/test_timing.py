@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from memfit.measure.call_times import CallClock, medians
-from memfit.measure.timing import Clock, summarise, time_interleaved
+from memfit.measure.timing import Clock, Inside, summarise, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -26,6 +28,24 @@ def test_the_slower_work_takes_longer() -> None:
     times = time_interleaved(works, CPU, rounds=5)
     assert times["long"].median_s > 5 * times["short"].median_s
     assert times["long"].median_s >= 0.02
+
+
+def test_entering_and_leaving_a_context_is_not_timed() -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        order.append("in")
+        time.sleep(0.05)
+        yield
+        time.sleep(0.05)
+        order.append("out")
+
+    work = Inside(around, lambda: order.append("work"))
+    timing = time_interleaved({"a": work}, CPU, rounds=2, warmup=0)["a"]
+    work()
+    assert order == ["in", "work", "out"] * 3
+    assert max(timing.samples) < 0.05
 
 
 def test_a_limit_stops_after_three_rounds() -> None:

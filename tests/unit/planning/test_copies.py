@@ -24,6 +24,7 @@ from memfit.planning.write_plan import read_acts
 Chain = Callable[..., Profile]
 Profiles = Callable[..., st.SearchStrategy[Profile]]
 BOTH = ("recompute", "offload")
+PLENTY = 10**9  # bytes: a budget that no copy comes near
 
 
 def _rates(rate: float, **changes: Any) -> CopyRates:
@@ -39,7 +40,7 @@ def _simulator(profile: Profile, rate: float, **changes: Any) -> Simulator:
 
 def test_a_copy_that_has_time_waits_for_nothing(chain: Chain) -> None:
     simulator = _simulator(chain(4), 10_000)  # 0.1 s each way
-    (act,) = simulator.scheduled([Send(0)], None)
+    (act,) = simulator.scheduled([Send(0)], PLENTY)
     assert act == Send(0, release=2, prefetch=1)  # out from 0.1 to 0.2; wanted at 1.0
     times = simulator.traffic([act])
     assert (times.out_s, times.in_s, times.stall_s) == pytest.approx((0.1, 0.1, 0.0))
@@ -56,11 +57,21 @@ def test_at_once_means_to_wait(chain: Chain) -> None:
 
 def test_copies_of_one_direction_follow_each_other(chain: Chain) -> None:
     simulator = _simulator(chain(4), 5_000)  # 0.2 and 0.22 s each way
-    first, second = simulator.scheduled([Send(0), Send(1)], None)
+    first, second = simulator.scheduled([Send(0), Send(1)], PLENTY)
     # Out from 0.1 to 0.3 and from there to 0.52, which is after the forward: it waits 0.12 s.
     # Back for call 1, at 0.92 at the latest, then for call 0.
     assert (first.release, second.release) == (3, 4)
     assert simulator.traffic([first, second]).stall_s == pytest.approx(0.12)
+
+
+def test_without_a_budget_the_peak_is_the_lowest(chain: Chain) -> None:
+    simulator = _simulator(chain(4), 2_000)
+    moved: list[Act] = [Send(c) for c in range(4)]
+    scheduled = simulator.scheduled(moved, None)
+    assert simulator.peak_bytes(scheduled) == simulator.peak_bytes(moved)
+    roomier = simulator.scheduled(moved, PLENTY)
+    assert simulator.peak_bytes(roomier) > simulator.peak_bytes(moved)
+    assert simulator.step_seconds(roomier) <= simulator.step_seconds(scheduled)
 
 
 def test_latency_counts_for_every_tensor(chain: Chain) -> None:
@@ -78,7 +89,7 @@ def test_small_tensors_stay(chain: Chain) -> None:
 
 def test_where_nothing_runs_beside_a_copy_it_costs_its_seconds(chain: Chain) -> None:
     simulator = _simulator(chain(4), 10_000, drag=1.0)
-    acts = simulator.scheduled([Send(0)], None)
+    acts = simulator.scheduled([Send(0)], PLENTY)
     assert acts == (Send(0, release=1, prefetch=0),)
     assert simulator.traffic(acts).stall_s == 0.0
     assert simulator.extra_seconds(acts) == pytest.approx(0.2)

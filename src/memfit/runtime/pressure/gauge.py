@@ -14,7 +14,7 @@ import torch
 from memfit.errors import UsageError
 
 _LOOK_SHARE = 0.005  # of the capacity: a look costs some ten microseconds on CUDA
-_ROOM = 2  # times the largest saved tensor: room for what comes before the next look
+_ROOM = 3  # times the largest saved tensor: room for what comes before the next look
 _STORAGE_OWNERS: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
@@ -85,7 +85,7 @@ class Marks:
     def ceiling(self, largest: int) -> int:
         """Above this, memory that is on its way out is waited for.
 
-        Half of what lies above the high mark is left to copies under way, unless two tensors as
+        Half of what lies above the high mark is left to copies under way, unless three tensors as
         large as the largest would not fit into the rest.
         """
         return max(self.low, min((self.high + self.capacity) // 2, self.capacity - _ROOM * largest))
