@@ -1,19 +1,31 @@
-"""All that can be moved is moved: how fast, how well hidden, beside torch's save_on_cpu."""
+"""All that can be moved is moved: how fast, how well hidden, beside torch's save_on_cpu.
+
+And what memfit makes of save_on_cpu's peak as a budget, by moving alone and with recompute.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from common import say
 
 import memfit
+from memfit.errors import InfeasibleError
+from memfit.ir.profile import Profile
+from memfit.measure.step import untouched
+from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
-from memfit.runtime.swap.host_memory import free_host_bytes
+from memfit.runtime.swap.host_memory import default_host_budget, free_host_bytes
 from memfit.verify.numerics import check_numerics
+from memfit.workload import Workload
 from swapping.session import Session, empty_host_cache
-from swapping.systems import System, a_a_spread, measure_systems, traffic
+from swapping.systems import System, a_a_spread, measure_systems, peak_of, traffic
 
+# What may be done to hold the peer's peak.
+AT_ITS_PEAK = {"moved, at its peak": ("offload",), "both, at its peak": ("recompute", "offload")}
 PEER_NEEDS = 3.5  # times what is moved, with memfit's own: it rounds up to powers of two
 
 
@@ -31,6 +43,7 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
     }
     if eager and PEER_NEEDS * plan.host_bytes < free_host_bytes():
         systems["save_on_cpu"] = System(lambda: _save_on_cpu(session))
+        systems |= _at_its_peak(workload, profile, systems["save_on_cpu"])
     rows = measure_systems(workload, systems, session.steps)
     moved = traffic(planned, rates)
     if session.cuda:
@@ -56,6 +69,25 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
         "a_a": a_a_spread(rows, "plain"),
         "numerics": vars(numerics),
     }
+
+
+def _at_its_peak(workload: Workload, profile: Profile, peer: System) -> dict[str, System]:
+    """Plans that hold the peer's peak, in live bytes as it is counted."""
+    with untouched(workload):
+        peak = peak_of(workload, peer, settle=True)
+    live = replace(profile, allocator=None)
+    found = {}
+    for name, techniques in AT_ITS_PEAK.items():
+        goal = Goal(
+            budget_bytes=peak["peak_bytes"],
+            techniques=techniques,
+            host_bytes=default_host_budget(),
+        )
+        try:
+            found[name] = System.of(Applied(make_plan(live, goal), workload.model))
+        except InfeasibleError as refusal:
+            say(f"  {name}: {refusal.message}")
+    return found
 
 
 def _save_on_cpu(session: Session) -> AbstractContextManager[Any]:

@@ -49,7 +49,7 @@ def measure_systems(
     with untouched(workload):
         for name, system in systems.items():
             say(f"  {name}")
-            rows[name] = _peak(workload, system, settle=not rows)
+            rows[name] = peak_of(workload, system, settle=not rows)
         works = {n: _step(workload, s) for n, s in systems.items() if "error" not in rows[n]}
         together = {n: work for n, work in works.items() if not systems[n].apart}
         first = next(iter(systems))
@@ -108,7 +108,7 @@ def _step(workload: Workload, system: System) -> Inside:
     return Inside(system.around, lambda: run_step(workload))
 
 
-def _peak(workload: Workload, system: System, *, settle: bool) -> dict[str, Any]:
+def peak_of(workload: Workload, system: System, *, settle: bool) -> dict[str, Any]:
     """Peak of two steps after some to warm up; `settle` the optimizer's state after the first."""
     step = _step(workload, system)
     try:

@@ -7,6 +7,8 @@ from typing import Any
 
 from common import MIB, heading
 
+from swapping.everything import AT_ITS_PEAK
+
 Row = Mapping[str, Any]
 
 
@@ -56,6 +58,26 @@ def _everything(rows: Mapping[str, Row]) -> list[str]:
             f"{said['peak_bytes'] / swap['peak_bytes'] - 1:+.1%} "
             f"| {row['a_a']:.1%} | {_numbers(row['numerics'])} |"
         )
+    return lines + _at_the_peers_peak(rows)
+
+
+def _at_the_peers_peak(rows: Mapping[str, Row]) -> list[str]:
+    lines = [
+        "",
+        "| workload, executor | system | peak | step | / save_on_cpu |",
+        "|---|---|---|---|---|",
+    ]
+    for key, row in _good(rows):
+        systems = row["systems"]
+        peer = systems.get("save_on_cpu", {})
+        if "step_s" not in peer:
+            continue
+        lines += [
+            f"| {key} | {name} | {_mb(system)} | {_ms(system)} "
+            f"| {system['step_s'] / peer['step_s']:.2f} |"
+            for name, system in systems.items()
+            if "step_s" in system and name in ("save_on_cpu", *AT_ITS_PEAK)
+        ]
     return lines
 
 

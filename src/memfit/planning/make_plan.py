@@ -14,7 +14,7 @@ from memfit.planning import optimal
 from memfit.planning.acts import Act
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request, Strategy
-from memfit.planning.reserved import reserved_bytes
+from memfit.planning.reserved import LARGE_PAGE, reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
 from memfit.planning.write_plan import read_acts, write_segments
@@ -82,11 +82,12 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     choice = _choose(simulator, goal, target, limit_s)
     smallest = _smallest(simulator, goal.host_bytes)
     minimum = smallest.acts
-    minimum_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
+    least_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
+    minimum_bytes = least_bytes + _page(simulator)
     if choice is None or not _holds(simulator, choice, target):
         assert budget is not None
-        if goal.strategy != "optimal" or minimum_bytes > budget:
-            if minimum_bytes > budget:
+        if goal.strategy != "optimal" or least_bytes > budget:
+            if least_bytes > budget:
                 raise nothing_fits(simulator, budget, minimum, minimum_bytes)
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
@@ -131,12 +132,18 @@ def minimum_feasible(
     """The smallest budget that any plan holds, and its acts."""
     simulator = simulator_of(profile, min_tensor_bytes, techniques)
     smallest = _smallest(simulator, host_bytes)
-    return held_bytes(simulator, smallest.acts, smallest.trim), smallest.acts
+    least = held_bytes(simulator, smallest.acts, smallest.trim)
+    return least + _page(simulator), smallest.acts
 
 
 def held_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False) -> int:
     """What a budget must cover: the allocator's bytes where they are predicted, else live ones."""
     return max(reserved_bytes(simulator, acts, trim) or 0, simulator.peak_bytes(acts))
+
+
+def _page(simulator: Simulator) -> int:
+    """What another process may need more: its allocator begins with other holes, so by a page."""
+    return 0 if simulator.profile.allocator is None else LARGE_PAGE
 
 
 def _holds(simulator: Simulator, choice: Choice, target: int | None) -> bool:
