@@ -1,0 +1,28 @@
+"""How many rows of logits are made at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.errors import UsageError
+
+TILE_BYTES = 256 * 2**20
+_GRAIN = 128  # matrix products like whole multiples of this
+
+
+def bytes_per_logit(dtype: torch.dtype, compiled: bool) -> int:
+    """Bytes that one logit takes while its tile is at work."""
+    wide = dtype.itemsize >= torch.float32.itemsize
+    return dtype.itemsize if wide or compiled else dtype.itemsize + torch.float32.itemsize
+
+
+def rows_per_tile(
+    rows: int, vocab: int, dtype: torch.dtype, *, tile_bytes: int = TILE_BYTES, compiled: bool
+) -> int:
+    """Rows of a tile whose logits of `dtype` take about `tile_bytes`; one at least."""
+    if tile_bytes < 1:
+        raise UsageError(f"tile_bytes is {tile_bytes}", hint="give a tile a positive size in bytes")
+    fitting = tile_bytes // (vocab * bytes_per_logit(dtype, compiled))
+    if fitting > _GRAIN:
+        fitting -= fitting % _GRAIN
+    return max(1, min(rows, fitting))
