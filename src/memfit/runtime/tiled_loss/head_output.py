@@ -37,10 +37,10 @@ _FACTS = {
 
 
 class HeadOutput(torch.Tensor):
-    """The input of a head without bias or with one: (..., width), where logits are expected.
+    """The input of a head, (..., width), where its logits are expected.
 
-    Changes of dtype leave it as it is and factors go into it, as they commute with the head. Any
-    other operator would mean something else than on logits, so it is refused.
+    Changes of dtype leave it as it is, and factors go into it when the head has no bias, as they
+    commute with the head. Any other operator would mean something else than on logits: refused.
     """
 
     has_bias = False

@@ -11,8 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
-from memfit.runtime.tiled_loss.softmax import row_losses_, row_maths, softmax_dtype
+from memfit.runtime.tiled_loss.softmax import (
+    row_gradients_,
+    row_losses_,
+    run_rows,
+    softmax_dtype,
+)
+from memfit.runtime.tiled_loss.tiles import row_stride
+
+_ADDS_WIDE = (8, 0)  # CUDA devices from here on add products of half precision to a float32 sum
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,12 @@ class Rows:
     labels: torch.Tensor
     weights: torch.Tensor
     smoothing: float
+
+    def part(self, tile: slice, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Labels and weights of a tile, and zeros after them for `size` rows in all."""
+        spare = (0, 0, 0, size - (tile.stop - tile.start))
+        labels, weights = (F.pad(t[tile], spare) for t in (self.labels, self.weights))
+        return labels, weights
 
 
 @dataclass(frozen=True)
@@ -79,9 +94,12 @@ def losses_only(hidden: torch.Tensor, head: Head, rows: Rows, tiling: Tiling) ->
     logits = _logits_of_a_tile(hidden, head, tiling)
     losses = [hidden.new_empty((0, 1), dtype=softmax_dtype(head.dtype))]
     for tile in _tiles(len(hidden), tiling):
-        some = logits[: tile.stop - tile.start]
-        head.write_logits(hidden[tile].to(head.dtype), some)
-        losses.append(row_losses_(some, rows.labels[tile], rows.smoothing))
+        inputs = hidden[tile].to(head.dtype)
+        head.write_logits(inputs, logits[: len(inputs)])
+        shown = _shown(logits, inputs, tiling)
+        labels, _ = rows.part(tile, len(shown))
+        found = run_rows(row_losses_, shown, labels, rows.smoothing, compiled=tiling.compiled)
+        losses.append(found[: len(inputs)])
     return torch.cat(losses)
 
 
@@ -97,7 +115,8 @@ def losses_and_gradients(
         inputs = hidden[tile].to(head.dtype)
         some = logits[: len(inputs)]
         head.write_logits(inputs, some)
-        losses.append(_differentiate_(logits, rows, tile, tiling.compiled))
+        differentiated = _differentiate_(_shown(logits, inputs, tiling), rows, tile, tiling)
+        losses.append(differentiated[: len(inputs)])
         if found.hidden is not None:
             torch.mm(some, head.weight, out=found.hidden[tile])
         if found.weight is not None:
@@ -107,18 +126,19 @@ def losses_and_gradients(
     return torch.cat(losses), found
 
 
-def _differentiate_(logits: torch.Tensor, rows: Rows, tile: slice, compiled: bool) -> torch.Tensor:
+def _differentiate_(logits: torch.Tensor, rows: Rows, tile: slice, tiling: Tiling) -> torch.Tensor:
     """Turn the logits of a tile into their gradient; return the losses of its rows."""
-    count = tile.stop - tile.start
-    labels, weights = rows.labels[tile], rows.weights[tile]
-    if compiled and count < len(logits):  # the last tile: whole, so that one shape is compiled
-        spare = (0, 0, 0, len(logits) - count)
-        labels, weights = (torch.nn.functional.pad(t, spare) for t in (labels, weights))
-    elif count < len(logits):
-        logits = logits[:count]
-    losses, at_label = row_maths(compiled)(logits, labels, weights, rows.smoothing)
+    labels, weights = rows.part(tile, len(logits))
+    losses, at_label = run_rows(
+        row_gradients_, logits, labels, weights, rows.smoothing, compiled=tiling.compiled
+    )
     logits.scatter_(1, labels, at_label.to(logits.dtype))
-    return losses[:count]
+    return losses
+
+
+def _shown(logits: torch.Tensor, inputs: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """The logits of these rows; for compiled code always a whole tile, so that one shape does."""
+    return logits if tiling.compiled else logits[: len(inputs)]
 
 
 def _add_product_(
@@ -128,14 +148,21 @@ def _add_product_(
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
+    if total.is_cuda and torch.cuda.get_device_capability(total.device) >= _ADDS_WIDE:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
     step = max(1, most_elements // right.shape[1])
     for part, some in zip(total.split(step), left.split(step), strict=True):
         part.add_(torch.mm(some, right))
 
 
 def _logits_of_a_tile(hidden: torch.Tensor, head: Head, tiling: Tiling) -> torch.Tensor:
-    shape = (min(tiling.rows, len(hidden)), len(head.weight))
-    return hidden.new_empty(shape, dtype=head.dtype)
+    """Room for the logits of a tile."""
+    vocab = len(head.weight)
+    # CUDA's matrix products are slow on rows that begin at odd places, the CPU's on spaced rows.
+    stride = row_stride(vocab) if hidden.is_cuda else vocab
+    shape = (min(tiling.rows, len(hidden)), stride)
+    return hidden.new_empty(shape, dtype=head.dtype)[:, :vocab]
 
 
 def _tiles(rows: int, tiling: Tiling) -> Iterator[slice]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 
-RowMaths = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-]
+Result = TypeVar("Result")
 
 _UNLIMITED = 1_000_000
 # Past its limits dynamo runs code eagerly without a word; here only errors stop it.
@@ -46,9 +45,19 @@ def row_gradients_(
     return losses, weights * (at_label.exp() / total - (1 - smoothing) - spread)
 
 
-def row_maths(compiled: bool) -> RowMaths:
-    """`row_gradients_` as it is, or compiled for each shape it meets."""
-    return _run_compiled if compiled else row_gradients_
+def run_rows(function: Callable[..., Result], *inputs: Any, compiled: bool) -> Result:
+    """Run one of the functions above as it is, or compiled for each shape it meets."""
+    if not compiled:
+        return function(*inputs)
+    from torch._dynamo import config  # loads dynamo, which takes seconds
+
+    with config.patch(_DYNAMO_SETTINGS):
+        return _compiled(function)(*inputs)
+
+
+@cache
+def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def _exponentials(
@@ -63,17 +72,3 @@ def _exponentials(
     powers.exp_()
     total = powers.sum(1, keepdim=True)
     return losses.add_(total.log()), at_label, powers, total
-
-
-@cache
-def _compiled() -> RowMaths:
-    return torch.compile(row_gradients_, dynamic=False, fullgraph=True)
-
-
-def _run_compiled(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, smoothing: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from torch._dynamo import config  # loads dynamo, which takes seconds
-
-    with config.patch(_DYNAMO_SETTINGS):
-        return _compiled()(logits, labels, weights, smoothing)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.errors import UsageError
 from memfit.measure.allocations import peak_above_start, record
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
-from memfit.runtime.tiled_loss.tiles import TILE_BYTES, bytes_per_logit, rows_per_tile
+from memfit.runtime.tiled_loss.tiles import TILE_BYTES, bytes_per_logit, row_stride, rows_per_tile
 
 CPU = torch.device("cpu")
 ROWS, VOCAB, WIDTH, TILE = 256, 2000, 16, 16
@@ -89,8 +89,12 @@ def test_a_tile_has_one_row_at_least_and_all_at_most() -> None:
         rows_per_tile(100, 10, torch.float32, tile_bytes=0, compiled=False)
 
 
+def test_rows_begin_at_whole_multiples() -> None:
+    assert [row_stride(vocab) for vocab in (1, 64, 50257)] == [64, 64, 50304]
+
+
 def test_tile_bytes_bound_the_largest_result(heads: SimpleNamespace) -> None:
     case = heads.case((ROWS,), VOCAB, 4)
     with _Largest() as seen:
-        heads.numbers(tiled_cross_entropy, case, tile_bytes=10 * 4 * VOCAB)
+        heads.numbers(tiled_cross_entropy, case, tile_bytes=10 * 4 * row_stride(VOCAB))
     assert seen.elements == 10 * VOCAB
