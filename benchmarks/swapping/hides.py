@@ -1,4 +1,4 @@
-"""Only what hides is moved: the lowest budget at which nothing waits for a copy, fitted."""
+"""Only what hides is moved: the lowest peak at which nothing waits for a copy."""
 
 from __future__ import annotations
 
@@ -7,42 +7,49 @@ from typing import Any
 
 from common import say
 
-import memfit
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.apply import Applied
 from memfit.runtime.swap.host_memory import default_host_budget
+from memfit.verify.numerics import check_numerics
 from swapping.session import Session
+from swapping.systems import System, a_a_spread, measure_systems, traffic
 
 STALL_SHARE = 0.01  # of the step may be spent waiting
 MOST_SLOWDOWN = 1.03  # what is asked of the measured step
 PROBES = 6
-ROOMIER = (1.0, 1.05, 1.12)  # the allocator may need more than the live bytes
 
 
 def run(session: Session, name: str, executor: str) -> dict[str, Any]:
     """One workload by one executor."""
     workload, profile = session.workload(name), session.profile(name, executor)
-    found = lowest_hidden(profile)
-    if found is None:
+    plan = lowest_hidden(profile)
+    if plan is None:
         return {"why": "no plan that moves anything hides its copies"}
-    for factor in ROOMIER:
-        budget = int(found * factor)
-        try:
-            fitted = memfit.fit_workload(
-                workload, budget, profiled=profile, allow="offload", steps=session.steps
-            )
-        except InfeasibleError as refusal:
-            why = refusal.message
-            continue
-        fitted.undo()
-        return {"hidden_budget_bytes": found, **_row(fitted)}
-    return {"hidden_budget_bytes": found, "why": why}
+    planned = Applied(plan, workload.model)
+    eager = plan.executor == "module"
+    unplanned = None if eager else Applied(plan.unplanned(), workload.model)
+    plain = System() if unplanned is None else System.of(unplanned)
+    rows = measure_systems(
+        workload, {"plain": plain, "hides": System.of(planned)}, 2 * session.steps
+    )
+    moved = traffic(planned, session.rates())
+    return {
+        "systems": rows,
+        "traffic": moved,
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+        "predicted_ratio": plan.predicted.step_s / plan.baseline_step_s,
+        "predicted_hidden_share": _hidden(plan),
+        "ratio": rows["hides"]["step_s"] / rows["plain"]["step_s"],
+        "a_a": a_a_spread(rows, "plain"),
+        "numerics": vars(check_numerics(workload, planned, unplanned)),
+    }
 
 
-def lowest_hidden(profile: Profile) -> int | None:
-    """The lowest budget, in live bytes, whose plan hides its copies; None when there is none.
+def lowest_hidden(profile: Profile) -> Plan | None:
+    """The plan of the lowest budget, in live bytes, that hides its copies; None: there is none.
 
     Found by halving: plans of larger budgets are taken to hide theirs, too.
     """
@@ -64,7 +71,7 @@ def lowest_hidden(profile: Profile) -> int | None:
         plan = probe(budget)
         if plan is not None and hides(plan):
             high = budget
-            best = budget if plan.host_bytes else best
+            best = plan if plan.host_bytes else best
         else:
             low = budget
         say(f"  {budget / 2**20:.0f} MB: {_said(plan)}")
@@ -82,34 +89,6 @@ def _said(plan: Plan | None) -> str:
         return "no plan"
     ratio = plan.predicted.step_s / plan.baseline_step_s
     return f"{plan.host_bytes / 2**20:.0f} MB moved, {ratio:.3f}x predicted"
-
-
-def _row(fitted: memfit.Fitted) -> dict[str, Any]:
-    result, plan = fitted.result, fitted.plan
-    done = result.swap
-    return {
-        "budget_bytes": result.budget_bytes,
-        "plain_peak_bytes": result.baseline.peak_bytes,
-        "static_bytes": result.baseline.static_bytes,
-        "predicted_peak_bytes": result.predicted.peak_bytes,
-        "measured_peak_bytes": result.measured.peak_bytes,
-        "measured_reserved_bytes": result.measured.peak_reserved_bytes,
-        "retries": result.measured.retries,
-        "predicted_ratio": plan.predicted.step_s / plan.baseline_step_s,
-        "predicted_hidden_share": _hidden(plan),
-        "predicted_step_s": plan.predicted.step_s,
-        "measured_step_s": result.measured.step_s,
-        "measured_ratio": result.measured.time_ratio,
-        "same_code_ratio": result.measured.same_code_ratio,
-        "hidden_share": None if done is None else done.hidden_share,
-        "moved_bytes": 0 if done is None else done.per_step(done.moved_bytes),
-        "out_gb_per_s": None if done is None else done.out_gb_per_s,
-        "in_gb_per_s": None if done is None else done.in_gb_per_s,
-        "stalled_s": None if done is None else done.per_step(done.stalled_s),
-        "rounds": result.rounds,
-        "trim": plan.trim,
-        "numerics": vars(result.numerics),
-    }
 
 
 def _hidden(plan: Plan) -> float:

@@ -83,23 +83,22 @@ def _at_the_peers_peak(rows: Mapping[str, Row]) -> list[str]:
 
 def _hides(rows: Mapping[str, Row]) -> list[str]:
     lines = [
-        "| workload, executor | budget | peak (predicted) | plain peak | moved | time / plain "
-        "(predicted) | A/A | hidden (predicted) | numbers |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| workload, executor | plain | peak (predicted) | moved | time / plain (predicted) | A/A "
+        "| hidden (predicted) | numbers |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for key, row in _good(rows):
         if "why" in row:
-            lines.append(f"| {key} | {row['why']} |" + " |" * 7)
+            lines.append(f"| {key} | {row['why']} |" + " |" * 6)
             continue
-        error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
-        hidden = "" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}"
+        plain, found, moved = row["systems"]["plain"], row["systems"]["hides"], row["traffic"]
+        error = row["predicted_peak_bytes"] / found["peak_bytes"] - 1
         lines.append(
-            f"| {key} | {row['budget_bytes'] / MIB:.0f} MB "
-            f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "
-            f"| {row['plain_peak_bytes'] / MIB:.0f} MB | {row['moved_bytes'] / MIB:.0f} MB "
-            f"| {_ratio(row['measured_ratio'])} ({row['predicted_ratio']:.3f}) "
-            f"| {_ratio(row['same_code_ratio'])} "
-            f"| {hidden} ({row['predicted_hidden_share']:.0%}) | {_numbers(row['numerics'])} |"
+            f"| {key} | {_ms(plain)}, {_mb(plain)} | {_mb(found)} ({error:+.1%}) "
+            f"| {moved['moved_bytes'] / MIB:.0f} MB "
+            f"| {row['ratio']:.3f} ({row['predicted_ratio']:.3f}) | {row['a_a']:.1%} "
+            f"| {moved['hidden_share']:.0%} ({row['predicted_hidden_share']:.0%}) "
+            f"| {_numbers(row['numerics'])} |"
         )
     return lines
 

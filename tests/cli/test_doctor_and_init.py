@@ -14,7 +14,7 @@ from memfit.measure.bandwidth import host_copy_bandwidth
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.measure.bandwidth.host_copy_bandwidth", lambda: 12.3e9)
     rates = CopyRates(11.1e9, 10.2e9, 3e-6, drag=1.0)
-    monkeypatch.setattr("memfit.measure.bandwidth.copy_rates", lambda device: rates)
+    monkeypatch.setattr("memfit.runtime.swap.rates.swap_rates", lambda device: rates)
 
 
 def test_doctor_shows_devices_versions_and_copies(memfit):
@@ -27,7 +27,7 @@ def test_doctor_shows_devices_versions_and_copies(memfit):
 
 
 def test_doctor_says_when_copies_could_not_be_measured(memfit, monkeypatch):
-    monkeypatch.setattr("memfit.measure.bandwidth.copy_rates", lambda device: None)
+    monkeypatch.setattr("memfit.runtime.swap.rates.swap_rates", lambda device: None)
     assert "plans on cpu   not measured: nothing can be moved" in memfit("doctor").stdout
     assert json.loads(memfit("doctor", "--json").stdout)["devices"][0]["copy_rates"] is None
 

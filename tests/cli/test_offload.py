@@ -20,7 +20,7 @@ def rates(monkeypatch: pytest.MonkeyPatch):
     """Copies as fast as the test says, whatever this machine does."""
 
     def put(rates: CopyRates) -> None:
-        monkeypatch.setattr("memfit.capture.profile.copy_rates", lambda device: rates)
+        monkeypatch.setattr("memfit.capture.profile.swap_rates", lambda device: rates)
 
     put(FAST)
     return put

@@ -13,13 +13,13 @@ from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
 from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, Profile
-from memfit.measure.bandwidth import copy_rates
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
 from memfit.measure.memory import static_bytes
 from memfit.measure.step import explained_errors, run_step, untouched
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.signature import describe, model_signature
+from memfit.runtime.swap.rates import swap_rates
 from memfit.workload import Workload, refuse_compiled
 
 Progress = Callable[[str], None]
@@ -38,7 +38,7 @@ def profile_workload(
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
     say("measuring copies to the host")
-    copy = copy_rates(workload.device)
+    copy = swap_rates(workload.device)
     with untouched(workload):
         say("finding segments")
         found, inplace = find_segments(workload, segments)

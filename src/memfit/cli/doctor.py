@@ -52,12 +52,13 @@ def examine(session: Session) -> dict[str, Any]:
 
     from memfit import __version__
     from memfit.ir.codec import to_data
-    from memfit.measure.bandwidth import copy_rates, host_copy_bandwidth
+    from memfit.measure.bandwidth import host_copy_bandwidth
+    from memfit.runtime.swap.rates import swap_rates
 
     session.progress("measuring copies within host memory")
     cpu = _device(torch.device("cpu"))
     cpu["copy_bytes_per_s"] = {"host_to_host": host_copy_bandwidth()}
-    cpu["copy_rates"] = to_data(copy_rates(torch.device("cpu")))
+    cpu["copy_rates"] = to_data(swap_rates(torch.device("cpu")))
     devices = [cpu]
     if torch.cuda.is_available():
         devices += [_cuda_device(session, i) for i in range(torch.cuda.device_count())]
@@ -86,12 +87,13 @@ def _cuda_device(session: Session, index: int) -> dict[str, Any]:
     import torch
 
     from memfit.ir.codec import to_data
-    from memfit.measure.bandwidth import DEVICE_BYTES, copy_rates, device_copy_bandwidth
+    from memfit.measure.bandwidth import DEVICE_BYTES, device_copy_bandwidth
+    from memfit.runtime.swap.rates import swap_rates
 
     device = torch.device("cuda", index)
     found = _device(device)
     session.progress(f"measuring what plans reckon with on {device}")
-    found["copy_rates"] = to_data(copy_rates(device))
+    found["copy_rates"] = to_data(swap_rates(device))
     # Two buffers of this size must fit, or measuring would be the thing that fails.
     if found["free_bytes"] < 3 * DEVICE_BYTES:
         found["copy_bytes_per_s"] = None

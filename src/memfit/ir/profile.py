@@ -65,11 +65,15 @@ class CopyRates:
     in_bytes_per_s: float
     latency_s: float = 0.0  # of one copy
     drag: float = 0.0
+    host_s: float = 0.0  # the host's work for one tensor that is moved and brought back
 
     @property
     def overlap(self) -> bool:
         """Whether the device works on while it copies."""
         return self.drag < 1
+
+
+SMALL_PAGE, LARGE_PAGE = 2 * 2**20, 20 * 2**20  # by which the CUDA allocator's segments grow
 
 
 @dataclass(frozen=True)

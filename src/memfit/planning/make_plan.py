@@ -9,12 +9,12 @@ from functools import lru_cache
 
 from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import Plan, Prediction
-from memfit.ir.profile import Profile
+from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request, Strategy
-from memfit.planning.reserved import LARGE_PAGE, reserved_bytes
+from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
 from memfit.planning.write_plan import read_acts, write_segments
@@ -79,8 +79,10 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if goal.max_slowdown is not None:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
-    choice = _choose(simulator, goal, target, limit_s)
     smallest = _smallest(simulator, goal.host_bytes)
+    choice = _choose(simulator, goal, target, limit_s)
+    if budget is None:
+        choice = choice or smallest
     minimum = smallest.acts
     least_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
     minimum_bytes = least_bytes + _page(simulator)
@@ -218,10 +220,10 @@ def _smallest(simulator: Simulator, host_bytes: int | None) -> Choice:
         candidates += [moved] if fits else []
     placed = simulator.profile.allocator is not None
     try:
-        lowest = optimal.smallest(simulator, host_bytes=host_bytes).acts
-        candidates.insert(0, lowest)
+        lowest = optimal.smallest(simulator, host_bytes=host_bytes)
+        candidates += [] if lowest is None else [lowest.acts]
         if placed:
-            budget = int(1.04 * simulator.peak_bytes(lowest))
+            budget = int(1.04 * min(simulator.peak_bytes(acts) for acts in candidates))
             roomier = optimal.fastest(simulator, budget, time_limit_s=3, host_bytes=host_bytes)
             candidates += [] if roomier is None else [roomier.acts]
     except KeyboardInterrupt:

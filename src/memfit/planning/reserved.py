@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from memfit.ir.joint_graph import Span, Variant
-from memfit.ir.profile import Placed
+from memfit.ir.profile import LARGE_PAGE, SMALL_PAGE, Placed
 from memfit.planning.acts import Act, Ints, Pick, Run
 from memfit.planning.simulate import Simulator
 
 MIB = 2**20
 SMALL_REQUEST = MIB
-SMALL_PAGE, LARGE_PAGE = 2 * MIB, 20 * MIB
 
 # What is allocated: (block, the call whose replay makes it, -1: the original), or a part of a pick.
 Key = tuple[object, ...]

@@ -163,12 +163,26 @@ class Simulator:
             graph = self.graph.calls[act.call].graph
             return self.profile.accumulate * self.menus[graph][act.variant][1]
         if isinstance(act, Send):
-            away, copy = self.effect(act).away, self.copy
-            assert away is not None and copy is not None
-            size = int(self.bytes[away.blocks].sum())
-            return self.profile.accumulate * copy.drag * round_trip_s(copy, size, away.tensors)
+            return self.drag_seconds(act)
         times = self.profile.call_times[act[0] : act[1] + 1]
         return self.profile.accumulate * sum(t.recompute_s for t in times)
+
+    def drag_seconds(self, act: Act) -> float:
+        """Of the seconds an act adds, those by which its copies slow down what runs beside them."""
+        away = None if isinstance(act, tuple) else self.effect(act).away
+        if away is None:
+            return 0.0
+        assert self.copy is not None
+        size = away.own_bytes + int(self.bytes[away.blocks].sum())
+        once_s = self.copy.drag * round_trip_s(self.copy, size, away.tensors)
+        return self.profile.accumulate * once_s
+
+    @property
+    def most_drag_s(self) -> float:
+        """However long it is copied: what is slowed down is the step's own work."""
+        if self.copy is None or not self.copies.overlap:
+            return float("inf")
+        return self.copy.drag * self.profile.step_s
 
     def recompute_seconds(self, pick: Pick) -> float:
         """Of the seconds a pick adds, those of recomputing."""
@@ -181,8 +195,10 @@ class Simulator:
         launched as one, but each of its copies is launched by itself."""
         if not isinstance(act, tuple):
             away, copy = self.effect(act).away, self.copy
-            copies = 0 if away is None else 2 * away.tensors
-            return 0.0 if copy is None else self.profile.accumulate * copies * copy.latency_s
+            if away is None or copy is None:
+                return 0.0
+            each_s = max(copy.host_s, 2 * copy.latency_s)
+            return self.profile.accumulate * away.tensors * each_s
         times = self.profile.call_times[act[0] : act[1] + 1]
         return self.profile.accumulate * sum(t.recompute_host_s for t in times)
 
@@ -190,6 +206,7 @@ class Simulator:
         """Seconds that the acts add to the step: the device's, or the host's if it cannot keep
         up."""
         device_s = sum(self.seconds_of(act) for act in acts)
+        device_s -= max(sum(self.drag_seconds(act) for act in acts) - self.most_drag_s, 0.0)
         host_s = sum(self.host_seconds_of(act) for act in acts)
         waits_s = self.profile.accumulate * self.traffic(acts).stall_s
         return max(device_s, host_s - self.profile.host_slack_s) + waits_s

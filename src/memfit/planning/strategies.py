@@ -72,7 +72,7 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
         smallest = optimal.smallest(
             simulator, time_limit_s=request.time_limit_s, host_bytes=request.host_bytes
         )
-        return Choice(smallest.acts)
+        return None if smallest is None else Choice(smallest.acts)
     seeds = _feasible_seeds(simulator, request)
     best = min(seeds, key=simulator.step_seconds, default=None)
     try:

@@ -15,9 +15,10 @@ def rates_line(rates: CopyRates | None) -> str:
     """How copies to the host and back go, as measured."""
     if rates is None:
         return "not measured: nothing can be moved to the host"
+    host = f" and {format_seconds(rates.host_s)} of the host" if rates.host_s else ""
     return (
         f"{_speed(rates.out_bytes_per_s)} to the host, {_speed(rates.in_bytes_per_s)} back, "
-        f"{format_seconds(rates.latency_s)} to start one; {drag_words(rates)}"
+        f"{format_seconds(rates.latency_s)} to start one{host}; {drag_words(rates)}"
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.ir.profile import LARGE_PAGE
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
 from memfit.measure.step import run_step, untouched
@@ -54,14 +55,16 @@ def check_budget(
         over = (free.bytes if live else free.reserved_bytes) - budget_bytes
         if over > 0 or live or not cuda:
             return BudgetCheck(free, max(over, 0))
+    torch.cuda.empty_cache()
     with untouched(workload), planned, memory_cap(device, budget_bytes):
         try:
             capped = _measure(workload, steps, accumulate)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            return BudgetCheck(None, max(free.reserved_bytes - free.bytes, budget_bytes // 50))
+            return BudgetCheck(None, max(free.reserved_bytes - free.bytes, 2 * LARGE_PAGE))
     if capped.retries or capped.reserved_bytes > budget_bytes:
-        return BudgetCheck(capped, max(capped.reserved_bytes - budget_bytes, budget_bytes // 100))
+        # Under a cap the allocator places anew: what does not fit may be a whole page.
+        return BudgetCheck(capped, max(capped.reserved_bytes - budget_bytes, LARGE_PAGE))
     return BudgetCheck(capped, 0)
 
 

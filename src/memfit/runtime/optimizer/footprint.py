@@ -42,7 +42,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 def rounded(size: int) -> int:
     """A size as the arena counts it."""
-    return math.ceil(size / GRAIN) * GRAIN
+    return max(1, math.ceil(size / GRAIN)) * GRAIN
 
 
 def movable(state: dict[Any, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from memfit.errors import UsageError
 from memfit.runtime.calls import Forward, replaced_forward
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
-from memfit.runtime.tiled_loss.head_output import HeadOutput
+from memfit.runtime.tiled_loss.stand_ins import StandIns
 from memfit.workload import refuse_compiled, unwrap
 
 _HINT = (
@@ -42,8 +42,8 @@ class TiledLoss:
         self.model = unwrap(model)
         self.head = find_head(self.model)
         self._tiling = {"tile": tile, "tile_bytes": tile_bytes, "compiled": compiled}
-        self._labelled = False  # in a call with labels
-        self._replay_labelled = False  # was the call that backward replays parts of
+        self._logits: StandIns | None = None  # in a call with labels
+        self._replay_labelled = False  # had the call that backward replays parts of labels?
         self._plain_loss: Callable[..., Any] = self.model.loss_function  # type: ignore[assignment]
         self._stack: ExitStack | None = None
 
@@ -88,20 +88,23 @@ class TiledLoss:
                 self._replay_labelled = labels is not None
             if labels is None:
                 return forward(*args, **kwargs)
-            self._labelled = True
+            self._logits = StandIns(scalable=self.head.bias is None)
             try:
-                return _without_logits(forward(*args, **kwargs))
+                return _without(self._logits, forward(*args, **kwargs))
             finally:
-                self._labelled = False
+                self._logits.close()
+                self._logits = None
 
         return call
 
     def _pass_on(self, forward: Forward) -> Forward:
         def call(hidden: torch.Tensor) -> torch.Tensor:
+            if self._logits is not None:
+                return self._logits.make(hidden)
             in_backward = torch._C._current_graph_task_id() != -1
-            if not (self._replay_labelled if in_backward else self._labelled):
-                return forward(hidden)
-            return HeadOutput.of(hidden, has_bias=self.head.bias is not None)
+            if in_backward and self._replay_labelled:
+                return hidden.view_as(hidden)
+            return forward(hidden)
 
         return call
 
@@ -116,21 +119,21 @@ class TiledLoss:
         **others: Any,
     ) -> torch.Tensor:
         """What transformers' ForCausalLMLoss returns, which reads no other arguments either."""
-        if not self._labelled:
+        if self._logits is None:
             return self._plain_loss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others
             )
-        if not isinstance(logits, HeadOutput) or vocab_size != self.head.out_features:
+        if logits not in self._logits or vocab_size != self.head.out_features:
             raise UsageError(
                 f"{type(self.model).__name__} gives its loss something else than its head's "
                 f"{self.head.out_features} logits (vocabulary: {vocab_size})",
                 hint=_HINT,
             )
-        hidden = logits.hidden()
+        self._logits.take()
         return tiled_cross_entropy(
-            hidden,
+            logits,  # in truth the head's input
             self.head.weight,
-            (labels if shift_labels is None else shift_labels).to(hidden.device),
+            (labels if shift_labels is None else shift_labels).to(logits.device),
             bias=self.head.bias,
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
@@ -180,14 +183,11 @@ def _replaced_loss(model: torch.nn.Module, loss: Callable[..., Any]) -> Iterator
             del model.__dict__[own]
 
 
-def _without_logits(output: Any) -> Any:
+def _without(logits: StandIns, output: Any) -> Any:
     """The output with None in the place of what stood for logits."""
     if isinstance(output, Mapping):
-        return type(output)(**{name: _not_logits(value) for name, value in output.items()})
+        kept = {name: None if value in logits else value for name, value in output.items()}
+        return type(output)(**kept)
     if isinstance(output, tuple):
-        return tuple(map(_not_logits, output))
+        return tuple(None if value in logits else value for value in output)
     return output
-
-
-def _not_logits(value: Any) -> Any:
-    return None if isinstance(value, HeadOutput) else value

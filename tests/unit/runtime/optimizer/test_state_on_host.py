@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.errors import UsageError
+from memfit.errors import HostMemoryError, UsageError
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost, chunks
 
@@ -161,6 +161,43 @@ def test_state_of_unknown_size_grows_with_the_first_step(training: Any) -> None:
     with state:
         training.same(training.train_plainly(model, optimizer), losses)
         assert state.footprint().host_bytes > 0
+
+
+def test_groups_in_backward_need_not_be_those_of_the_state(training: Any) -> None:
+    losses, end = training.expect("adamw")
+    for of_state, of_steps in ((None, None), (1, None), (None, 1)):
+        model, optimizer = training.build("adamw")
+        single = [[p] for p in model.parameters()]
+        whole = [list(model.parameters())]
+        with (
+            StateOnHost(optimizer, single if of_state else whole) as state,
+            StepInBackward(optimizer, single if of_steps else whole, stepper=state) as stepper,
+        ):
+            training.same(training.train_in_backward(stepper, model), losses)
+        training.same(training.snapshot(model, optimizer), end)
+
+
+def test_parameters_that_come_later_are_refused(training: Any) -> None:
+    model, optimizer = training.build()
+    with StateOnHost(optimizer):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        training.loss_of(model, 0).backward()
+        with pytest.raises(UsageError, match="after its state had been moved"):
+            optimizer.step()
+
+
+def test_no_room_on_the_host_leaves_the_optimizer_as_it_was(
+    training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = training.build()
+    training.train_plainly(model, optimizer, range(2))
+    before = training.snapshot(model, optimizer)
+    with monkeypatch.context() as patched:
+        patched.setattr("memfit.runtime.swap.arena.free_host_bytes", lambda: 10)
+        with pytest.raises(HostMemoryError):
+            StateOnHost(optimizer).install()
+    training.same(training.snapshot(model, optimizer), before)
+    training.train_plainly(model, optimizer, range(2, 4))
 
 
 def test_groups_are_cut_by_size(training: Any) -> None:

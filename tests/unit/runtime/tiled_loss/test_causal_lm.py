@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.errors import UsageError
 from memfit.runtime.calls import replaced_forward
 from memfit.runtime.tiled_loss.causal_lm import TiledLoss, find_head
-from memfit.runtime.tiled_loss.head_output import HeadOutput
 from memfit.workload import Workload
 
 transformers = pytest.importorskip("transformers")
@@ -207,6 +207,13 @@ def test_a_loss_and_forwards_set_by_the_user_come_back() -> None:
     assert model.__dict__["forward"] is forward
 
 
+def test_fake_tensors() -> None:
+    with FakeTensorMode(), TiledLoss(build("Granite, logits divided"), tile=TILE) as tiled:
+        tokens = torch.zeros(3, 8, dtype=torch.int64)
+        tiled.model(tokens, labels=tokens).loss.backward()
+        assert isinstance(tiled.head.weight.grad, FakeTensor)
+
+
 def test_an_error_in_a_call_leaves_the_next_one_right() -> None:
     model = build().eval()
     tokens = batch()["input_ids"]
@@ -241,18 +248,18 @@ def test_recomputed_runs_up_to_the_head_give_the_same_numbers(
 
 def test_a_head_replayed_in_backward_passes_on_again() -> None:
     model = build("Llama")
-    kinds: list[type] = []
+    widths: list[int] = []
     with TiledLoss(model, tile=TILE):
         inner = model.lm_head.forward
 
         def replayed(hidden: torch.Tensor) -> Any:
-            hidden.register_hook(lambda _: kinds.append(type(inner(hidden.detach()))))
+            hidden.register_hook(lambda _: widths.append(inner(hidden.detach()).shape[-1]))
             return inner(hidden)
 
         with replaced_forward(model.lm_head, lambda _: replayed):
             model(**batch()).loss.backward()
             model(batch()["input_ids"]).logits.sum().backward()
-    assert kinds == [HeadOutput, torch.Tensor]
+    assert widths == [model.lm_head.in_features, VOCAB]
 
 
 def test_labels_that_do_not_meet_the_kept_logits_are_refused() -> None:
@@ -355,6 +362,7 @@ def test_changed_logits_are_refused_when_they_are_made(change: Any, name: str) -
     with TiledLoss(model, tile=TILE), pytest.raises(UsageError, match=name) as refused:
         model(**batch())
     assert "memfit.tiled_cross_entropy" in (refused.value.hint or "")
+    assert torch._C._len_torch_function_stack() == 0, "logits are still watched"
 
 
 def test_a_change_of_dtype_is_none() -> None:

@@ -37,6 +37,10 @@ class GroupStep(Protocol):
         """Use the gradients of a group; they may be dropped afterwards."""
         ...
 
+    def settle(self) -> None:
+        """End what is under way, after an error."""
+        ...
+
 
 class StepInBackward:
     """Steps each group of parameters as soon as all its gradients are there, then drops them.
@@ -70,6 +74,7 @@ class StepInBackward:
         self.groups = checked_groups(optimizer, [[p] for p in own] if groups is None else groups)
         self.clip = clip
         self.clipped = own if clipped is None else list(clipped)
+        self._stepper = stepper
         self._step_group = Parts(optimizer).step if stepper is None else stepper.step_group
         self._use: Callable[[Parameters], None] | None = self._step_group  # of complete groups
         self._missing: list[set[int]] = []
@@ -249,6 +254,8 @@ class StepInBackward:
             self._begin()
             if not begun:
                 raise
+            if self._stepper is not None:
+                self._stepper.settle()
             message = (
                 f"the step failed when {begun} of {len(self.groups)} groups of parameters had "
                 f"stepped in backward: the weights belong in part to this step, in part to the "

@@ -28,7 +28,7 @@ class HostTwin:
         self._lanes = lanes
         self._value = arena.take(tensor_bytes(parameter))
         self._gradient = arena.take(tensor_bytes(parameter))
-        self._version: int | None = None  # of the parameter, when both were last the same
+        self._version: int | None = None  # of the parameter, when the twin was last like it
         value = host_tensor(self._value, _geometry(parameter))
         self.host = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
 
@@ -37,13 +37,17 @@ class HostTwin:
         assert self.parameter.grad is not None
         if self._version != self.parameter._version:
             self._lanes.copy_out(tensor_as_bytes(self.parameter.detach()), self._value)
+            self._version = self.parameter._version
         gradient = dense(self.parameter.grad)
         self.host.grad = host_tensor(self._gradient, _geometry(gradient))
         return gradient, self._lanes.copy_out(tensor_as_bytes(gradient), self._gradient)
 
-    def scatter(self) -> Copy:
-        """Start to copy the new value to the device."""
+    def scatter(self) -> Copy | None:
+        """Start to copy the new value to the device, unless it was changed there meanwhile."""
         self.host.grad = None
+        if self._version != self.parameter._version:
+            self._version = None
+            return None
         copy = self._lanes.copy_in(self._value, tensor_as_bytes(self.parameter.detach()))
         torch.autograd.graph.increment_version(self.parameter)
         self._version = self.parameter._version

@@ -76,7 +76,7 @@ class StateOnHost:
             self._put_back()
 
     def _put_back(self) -> None:
-        self._end_step()
+        self.settle()
         for block in self._all():
             block.give_back(self.optimizer.state)
         self._blocks, self._order = {}, []
@@ -101,6 +101,7 @@ class StateOnHost:
 
     def step_group(self, parameters: Parameters) -> None:
         """Step parameters, best those of one of the groups."""
+        assert self._take_over.at_work, "the state is not on the host"
         found: dict[HostBlock, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             found.setdefault(self._blocks[id(parameter)], []).append(parameter)
@@ -128,9 +129,10 @@ class StateOnHost:
             self._order = [self._blocks[id(group[0])] for group in ready]
         for group in ready:
             self.step_group(group)
-        self._end_step()
+        self.settle()
 
-    def _end_step(self) -> None:
+    def settle(self) -> None:
+        """End a step: let the device's memory go, after the copies that use it."""
         for block in self._all():
             block.release()
         self._leaving = None

@@ -58,7 +58,7 @@ class StepOnHost:
         self._lanes = lanes_for(one_device(optimizer))
         self._parts = Parts(optimizer)
         self._sizes = StateSizes(self._parts)
-        self._take_over = TakeOver(optimizer, self._step, self._drain, self._adopt)
+        self._take_over = TakeOver(optimizer, self._step, self.settle, self._adopt)
         self._arena: Arena | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._twins: dict[int, HostTwin] = {}
@@ -82,7 +82,7 @@ class StepOnHost:
         """Move the state back to the device; harmless when done twice."""
         if not self._take_over.at_work:
             return
-        self._drain()
+        self.settle()
         self._take_over.remove()
         self._move_state(on_host=False)
         assert self._worker is not None and self._arena is not None
@@ -109,6 +109,7 @@ class StepOnHost:
 
     def step_group(self, parameters: Parameters) -> None:
         """Send a group's gradients to the host, to be used there."""
+        assert self._take_over.at_work, "the optimizer does not step on the host"
         self._release()
         self._collect(wait=False)
         ready = [p for p in parameters if p.grad is not None]
@@ -122,7 +123,7 @@ class StepOnHost:
     def _step(self) -> None:
         for group in ready_groups(self.optimizer, self.groups):
             self.step_group(group)
-        self._drain()
+        self.settle()
 
     def _host_part(self, parameters: Parameters) -> torch.optim.Optimizer:
         twins = {id(p): self._twins[id(p)].host for p in parameters}
@@ -155,7 +156,7 @@ class StepOnHost:
             twins, done = self._jobs.popleft()
             done.result()
             for twin in twins:
-                self._last_back = twin.scatter()
+                self._last_back = twin.scatter() or self._last_back
 
     def _release(self) -> None:
         """Let gradients go, after the copies that read them."""
@@ -163,7 +164,7 @@ class StepOnHost:
             self._lanes.wait(copy)
         self._leaving = []
 
-    def _drain(self) -> None:
+    def settle(self) -> None:
         """Return when every step is done and the computation will see the new values."""
         self._release()
         self._collect(wait=True)
