@@ -229,10 +229,6 @@ def _numbers(numerics: Row) -> str:
     return f"{said}: {numerics['note']}" if numerics.get("note") else said
 
 
-def _ratio(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.3f}"
-
-
 def _ms(row: Row) -> str:
     return f"{row['step_s'] * 1e3:.1f} ms"
 
