@@ -117,7 +117,10 @@ class StepInBackward:
         self.undo()
 
     def footprint(self) -> Footprint:
-        """Bytes of gradients that are freed in backward, and of the largest group."""
+        """Bytes of gradients that are freed in backward, and of the largest group.
+
+        Not so in steps that keep gradients: micro-batches, and "keep" with a norm or a scaler.
+        """
         sizes = [sum(tensor_bytes(p) for p in g if p.requires_grad) for g in self.groups]
         return Footprint(sum(sizes), max(sizes, default=0), 0)
 
@@ -140,8 +143,8 @@ class StepInBackward:
 
         With `last=False` gradients are only accumulated. Afterwards no gradients are left;
         scaler.update() is the caller's. Two passes keep the graph for the second one, unless
-        `again` computes the same loss anew (with the same random numbers), for graphs that can be
-        used only once.
+        `again` computes the same loss anew (with the same random numbers and buffers), for graphs
+        that can be used only once.
         """
         if not self._handles:
             raise UsageError("stepping in backward is not installed", hint="call install() first")
