@@ -65,10 +65,10 @@ class StandIns(TorchFunctionMode):
         return stand_in
 
     def take(self) -> None:
-        """Stop watching one: it has come to the loss."""
-        self._waiting -= 1
-        if self._waiting == 0:
+        """Stop watching one, which has come to the loss; harmless when it came before."""
+        if self._waiting == 1:
             self.__exit__(None, None, None)
+        self._waiting = max(0, self._waiting - 1)
 
     def close(self) -> None:
         """Stop watching those that never came to a loss."""

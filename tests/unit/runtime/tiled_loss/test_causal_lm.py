@@ -374,6 +374,19 @@ def test_a_change_of_dtype_is_none() -> None:
     assert output["logits"] is None
 
 
+def test_a_loss_made_twice_of_the_same_logits() -> None:
+    class Twice(_Changing):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            logits = self.lm_head(self.embedding(input_ids))
+            losses = [self.loss_function(logits, labels, VOCAB) for _ in range(2)]
+            return {"loss": sum(losses), "logits": logits}
+
+    model = Twice(torch.tanh)
+    expected = model(**batch())["loss"]
+    with TiledLoss(model, tile=TILE):
+        close(model(**batch())["loss"], expected)
+
+
 def test_a_vocabulary_that_is_not_the_heads_is_refused() -> None:
     model = build()
     model.config.vocab_size = VOCAB - 1
