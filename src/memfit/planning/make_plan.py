@@ -20,6 +20,8 @@ from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, 
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
+# Times the lowest peak: budgets to look for choices that the allocator places well.
+ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
 MAX_TIGHTENINGS = 10
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
@@ -79,16 +81,14 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if goal.max_slowdown is not None:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
-    smallest = _smallest(simulator, goal.host_bytes)
     choice = _choose(simulator, goal, target, limit_s)
-    if budget is None:
-        choice = choice or smallest
+    holds = choice is not None and _holds(simulator, choice, target)
+    smallest = _smallest(simulator, goal.host_bytes, thorough=not holds)
     minimum = smallest.acts
     least_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
     minimum_bytes = least_bytes + _page(simulator)
-    if choice is None or not _holds(simulator, choice, target):
-        assert budget is not None
-        if goal.strategy != "optimal" or least_bytes > budget:
+    if choice is None or not holds:
+        if budget is not None and (goal.strategy != "optimal" or least_bytes > budget):
             if least_bytes > budget:
                 raise nothing_fits(simulator, budget, minimum, minimum_bytes)
             reached = None if choice is None else choice.acts
@@ -133,7 +133,7 @@ def minimum_feasible(
 ) -> tuple[int, tuple[Act, ...]]:
     """The smallest budget that any plan holds, and its acts."""
     simulator = simulator_of(profile, min_tensor_bytes, techniques)
-    smallest = _smallest(simulator, host_bytes)
+    smallest = _smallest(simulator, host_bytes, thorough=True)
     least = held_bytes(simulator, smallest.acts, smallest.trim)
     return least + _page(simulator), smallest.acts
 
@@ -207,9 +207,13 @@ def _tightened(
     return choice
 
 
-@lru_cache(maxsize=2)
-def _smallest(simulator: Simulator, host_bytes: int | None) -> Choice:
-    """The choice that needs the smallest budget, among those with the lowest peaks."""
+@lru_cache(maxsize=4)
+def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -> Choice:
+    """The choice that needs the smallest budget, among those with the lowest peaks.
+
+    Where the allocator's placement counts, choices with some room may need less than the lowest;
+    `thorough` tries more of them.
+    """
     free = Request(None, float("inf"))
     candidates: list[tuple[Act, ...]] = [()]
     if simulator.recompute:
@@ -222,8 +226,9 @@ def _smallest(simulator: Simulator, host_bytes: int | None) -> Choice:
     try:
         lowest = optimal.smallest(simulator, host_bytes=host_bytes)
         candidates += [] if lowest is None else [lowest.acts]
-        if placed:
-            budget = int(1.04 * min(simulator.peak_bytes(acts) for acts in candidates))
+        low = min(simulator.peak_bytes(acts) for acts in candidates)
+        for room in (ROOMS if thorough else ROOMS[:1]) if placed else ():
+            budget = int(room * low)
             roomier = optimal.fastest(simulator, budget, time_limit_s=3, host_bytes=host_bytes)
             candidates += [] if roomier is None else [roomier.acts]
     except KeyboardInterrupt:

@@ -276,8 +276,9 @@ class _Program:
         for who, slack_s in enumerate((0.0, self.simulator.profile.host_slack_s)):
             for kind, cost in enumerate(self.kinds):
                 entries.append((len(upper), acts + kind, cost[who] / self.total_s))
-            repeats = float(self.simulator.profile.accumulate)
-            entries.extend((len(upper), transit + wait, repeats) for wait in self.lanes.waits)
+            if not who:  # while the device waits for copies, the host works on
+                repeats = float(self.simulator.profile.accumulate)
+                entries.extend((len(upper), transit + wait, repeats) for wait in self.lanes.waits)
             entries.append((len(upper), seconds, -1.0))
             upper.append(slack_s / self.total_s)
         for row in self.memory:

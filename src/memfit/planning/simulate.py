@@ -204,12 +204,12 @@ class Simulator:
 
     def extra_seconds(self, acts: Sequence[Act]) -> float:
         """Seconds that the acts add to the step: the device's, or the host's if it cannot keep
-        up."""
+        up. While the device waits for copies, the host works on."""
         device_s = sum(self.seconds_of(act) for act in acts)
         device_s -= max(sum(self.drag_seconds(act) for act in acts) - self.most_drag_s, 0.0)
         host_s = sum(self.host_seconds_of(act) for act in acts)
         waits_s = self.profile.accumulate * self.traffic(acts).stall_s
-        return max(device_s, host_s - self.profile.host_slack_s) + waits_s
+        return max(device_s + waits_s, host_s - self.profile.host_slack_s)
 
     def traffic(self, acts: Sequence[Act]) -> CopyTimes:
         """The copies of the step on their lanes, and what waits for them."""
