@@ -20,6 +20,7 @@ from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.ir.joint_graph import JointGraph
+from memfit.runtime.compile.draws import draw_in_order
 from memfit.runtime.compile.joint import (
     Traced,
     is_random,
@@ -126,6 +127,7 @@ def _pair(
     backward: fx.GraphModule,
     names: Sequence[str],
 ) -> Pair:
+    draw_in_order(forward)
     known = (graph.index.get(name) for name in names[traced.num_outputs :])
     kept = [graph.nodes[i] for i in known if i is not None]
     return Pair(

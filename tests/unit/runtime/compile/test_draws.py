@@ -1,0 +1,72 @@
+"""Seeds of fused code are drawn after the random operators that stand before them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor import inductor_prims
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from memfit.runtime.compile.draws import draw_in_order
+
+CPU = torch.device("cpu")
+
+
+def random_graph(*, order_first: bool) -> fx.GraphModule:
+    """Draws an order (by a kernel of its own) and numbers (in fused code), in this order or not."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def order() -> fx.Node:
+        return graph.call_function(torch.ops.aten.randperm.default, (6,), {"device": CPU})
+
+    first = order() if order_first else None
+    seeds = graph.call_function(inductor_prims.seeds, (1, CPU))
+    first = first or order()
+    seed = graph.call_function(inductor_prims.lookup_seed, (seeds, 0))
+    numbers = graph.call_function(inductor_prims.random, ([6], seed, "rand"))
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, numbers))
+    graph.output((first, total))
+    module = fx.GraphModule({}, graph)
+    with FakeTensorMode() as mode:
+        FakeTensorProp(module, mode).propagate(torch.zeros(6))
+    return module
+
+
+def test_seeds_wait_for_draws_before_them() -> None:
+    module = random_graph(order_first=True)
+    draw_in_order(module)
+    module.graph.lint()
+    (seeds,) = [n for n in module.graph.nodes if "seeds" in str(n.target)]
+    assert seeds.target is torch.ops.memfit.seeds_after.default
+    (waits_for,) = seeds.args[0]
+    assert waits_for.target is torch.ops.aten.randperm.default
+    plain = random_graph(order_first=True)
+    for made in (module, plain):
+        torch.manual_seed(0)
+        torch.testing.assert_close(made(torch.zeros(6))[0], torch.randperm(6, generator=_seeded()))
+    torch.manual_seed(0)
+    actual = module(torch.zeros(6))
+    torch.manual_seed(0)
+    torch.testing.assert_close(actual, plain(torch.zeros(6)), rtol=0, atol=0)
+
+
+def test_fused_code_runs_with_them() -> None:
+    module = random_graph(order_first=True)
+    draw_in_order(module)
+    compiled = torch._inductor.compile(module, [torch.zeros(6)])
+    torch.manual_seed(0)
+    order, _ = compiled(torch.zeros(6))
+    torch.testing.assert_close(order, torch.randperm(6, generator=_seeded()))
+
+
+def test_seeds_that_come_first_stay_as_they_are() -> None:
+    module = random_graph(order_first=False)
+    before = [n.target for n in module.graph.nodes]
+    draw_in_order(module)
+    assert [n.target for n in module.graph.nodes] == before
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
