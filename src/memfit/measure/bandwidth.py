@@ -118,8 +118,10 @@ def _device_rates(device: torch.device) -> CopyRates:
         few, sent_few = here[:SMALL_BYTES], sent[:SMALL_BYTES]
         latency_s = _median_seconds(lambda: sent_few.copy_(few, non_blocking=True), 21)
         target = torch.empty_like(here)
-        # As much work as one copy each way takes.
-        alone_s = _median_seconds(lambda: target.copy_(here), REPEATS)
+        # As much work as one copy each way takes; a copy within the device might use their engines.
+        source = here.view(torch.float32)
+        result = target.view(torch.float32)
+        alone_s = _median_seconds(lambda: torch.add(source, 1, out=result), REPEATS)
         repeats = max(1, round(min(out_s, in_s) / alone_s))
         lanes = tuple(torch.cuda.Stream() for _ in range(2))
 
@@ -134,7 +136,7 @@ def _device_rates(device: torch.device) -> CopyRates:
             if copying:
                 beside()
             for _ in range(repeats):
-                target.copy_(here)
+                torch.add(source, 1, out=result)
 
         work_s = _median_seconds(lambda: work(False), REPEATS)
         both_s = _median_seconds(lambda: work(True), REPEATS)

@@ -1,11 +1,12 @@
 """Copies to the host and back: when they run, what waits for them, and when memory comes and goes.
 
 Each direction is one lane: copies run one after the other, beside the compute, in the order of the
-calls that send them and of the backwards that want them back. A copy out starts when its call's
-forward is over; before the forward named by its release point the compute waits for its end, and
-the memory is free. A copy back starts at its prefetch point, where its memory is taken; the
-backward that needs it waits for its end. Limits: what a call moves goes as one bundle, and calls
-follow each other without pause.
+calls that send them and of the backwards that want them back. What a call moves goes as one
+bundle of equal tensors, saved and wanted at equal times within the call: the first leaves while the
+call still runs, and its backward begins when the first is back. Before the forward named by the
+release point the compute waits for the bundle's last copy, and the memory is free; the copies back
+start at the prefetch point, where the memory is taken. Limits: tensors of a call are not told
+apart, and calls follow each other without pause.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class Copies:
         calls = len(self.graph.calls)
         out_s = {a.call: self.out_seconds(size, a.tensors) for a, size, _ in loads}
         in_s = {a.call: self.in_seconds(size, a.tensors) for a, _, size in loads}
+        tensors = {a.call: max(a.tensors, 1) for a, _, _ in loads}
         busy = (sum(out_s.values()), sum(in_s.values()))
         if not self.overlap:
             return CopyTimes(*busy)
@@ -92,20 +94,27 @@ class Copies:
                 stall_s += max(gone[call] - now, 0.0)
                 now = max(now, gone[call])
             if boundary < calls:
-                now += self.forward_s[boundary]
+                begun, now = now, now + self.forward_s[boundary]
                 if boundary in out_s:
-                    lane = gone[boundary] = max(now, lane) + out_s[boundary]
+                    work = _Bundle(begun, now, tensors[boundary])
+                    lane = gone[boundary] = work.copied(lane, out_s[boundary])
         back: dict[int, float] = {}
         lane = 0.0
         for boundary in (calls, *self.order):
             # Wanted first comes first.
             for call in sorted(coming.get(boundary, ()), key=lambda c: self.graph.calls[c].need):
                 lane = back[call] = max(now, lane, gone[call]) + in_s[call]
+            if boundary == calls:
+                continue
+            work_s = self.backward_s[boundary] + extra_s.get(boundary, 0.0)
+            ended = now + work_s
             if boundary in in_s:
-                stall_s += max(back[boundary] - now, 0.0)
-                now = max(now, back[boundary])
-            if boundary < calls:
-                now += self.backward_s[boundary] + extra_s.get(boundary, 0.0)
+                # The same with time reversed: the last copy ends before the last part of the work.
+                part = 1 / tensors[boundary]
+                first = back[boundary] - (1 - part) * in_s[boundary]
+                ended = max(max(now, first) + work_s, back[boundary] + part * work_s)
+                stall_s += ended - work_s - now
+            now = ended
         return CopyTimes(*busy, stall_s)
 
     def scheduled(
@@ -123,13 +132,19 @@ class Copies:
         room = budget - curve
         extra_s = simulator.added_seconds(tight)
         hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
-        out = {a.call: (size, hides * self.out_seconds(size, a.tensors)) for a, size, _ in loads}
-        back = {a.call: (size, hides * self.in_seconds(size, a.tensors)) for a, _, size in loads}
+        out = {
+            a.call: _Load(size, hides * self.out_seconds(size, a.tensors), a.tensors)
+            for a, size, _ in loads
+        }
+        back = {
+            a.call: _Load(size, hides * self.in_seconds(size, a.tensors), a.tensors)
+            for a, _, size in loads
+        }
         calls, order = self.graph.calls, self.order
         forward = range(len(calls))
         ends = [c.enter for c in calls[1:]] + [self.graph.model_end]
         leaves = _points(
-            [out.get(c, (0, 0.0)) for c in forward],
+            [out.get(c, _Load()) for c in forward],
             self.forward_s,
             [_least(room, calls[c].enter, ends[c]) for c in forward],
         )
@@ -139,7 +154,7 @@ class Copies:
         until_of = dict(zip(order, until, strict=True))
         first = calls[order[0]].need if order else self.graph.backward_end
         returns = _points(
-            [*(back.get(c, (0, 0.0)) for c in mirrored), (0, 0.0)],
+            [*(back.get(c, _Load()) for c in mirrored), _Load()],
             [*(self.backward_s[c] + extra_s.get(c, 0.0) for c in mirrored), 0.0],
             [
                 *(_least(room, calls[c].need, until_of[c]) for c in mirrored),
@@ -163,27 +178,47 @@ def _least(room: np.ndarray, start: int, stop: int) -> float:
     return float(room[start : max(stop, start + 1)].min())
 
 
-def _points(
-    sizes: Sequence[tuple[int, float]], seconds: Sequence[float], room: Sequence[float]
-) -> list[int]:
+class _Load(NamedTuple):
+    """What a step of work sends: bytes, seconds of copying, tensors."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    tensors: int = 1
+
+
+class _Bundle(NamedTuple):
+    """Work from `begun` to `ended` that saves so many tensors on its way."""
+
+    begun: float
+    ended: float
+    tensors: int
+
+    def copied(self, lane: float, copy_s: float) -> float:
+        """When the last of them is copied by a lane that is free from `lane` on."""
+        part = 1 / max(self.tensors, 1)
+        first = self.begun + part * (self.ended - self.begun)
+        return max(max(lane, first) + copy_s, self.ended + part * copy_s)
+
+
+def _points(loads: Sequence[_Load], seconds: Sequence[float], room: Sequence[float]) -> list[int]:
     """The boundary at which each step's bundle is let go; boundary b lies before step b.
 
-    `sizes` are bytes and seconds of copying; `room` is what may be in transit during each step.
+    `room` is what may be in transit during each step.
     A bundle is let go when its copy is done, sooner where the next step has no room for it, and in
     any case at the end.
     """
-    points = list(range(1, len(sizes) + 1))
+    points = list(range(1, len(loads) + 1))
     waiting: deque[tuple[int, int, float]] = deque()
     now = lane = 0.0
     in_transit = 0
-    for step, (size, copy_s) in enumerate(sizes):
-        now += seconds[step]
-        if size:
-            lane = max(now, lane) + copy_s
-            waiting.append((step, size, lane))
-            in_transit += size
+    for step, load in enumerate(loads):
+        begun, now = now, now + seconds[step]
+        if load.bytes:
+            lane = _Bundle(begun, now, load.tensors).copied(lane, load.seconds)
+            waiting.append((step, load.bytes, lane))
+            in_transit += load.bytes
         boundary = step + 1
-        last = boundary == len(sizes)
+        last = boundary == len(loads)
         while waiting and (last or waiting[0][2] <= now or in_transit > room[boundary]):
             first, bytes_out, done = waiting.popleft()
             points[first] = boundary

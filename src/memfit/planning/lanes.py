@@ -2,8 +2,9 @@
 
 For every segment call one column holds the bytes still on their way out while its forward runs, and
 one those already back, early, while its backward runs; others hold the seconds the compute waits
-before it. What calls send adds to the first, what a lane carries in a call's seconds takes from it;
-the way back is the same with time reversed. Limits: bytes flow (a bundle may be half out), so what
+before it. What calls send adds to the first, what a lane carries in a call's seconds takes from it,
+though the last of a call's tensors is there only when the call is over; the way back is the same
+with time reversed. Limits: bytes flow (a bundle may be half out), so what
 the program finds is scheduled and simulated again; a block that two calls may move counts half for
 each.
 """
@@ -85,21 +86,21 @@ class Lanes:
         waits = first + self.waits.start
         for call in range(self.calls):
             # After the forward of `call`, before the next one or at the model's end.
-            row = {**sent[call], waits + call: -out}
+            row = {waits + call: -out}
             if call + 1 < self.calls:
                 row[transit + call + 1] = -1.0
-            yield row, 0.0
+            yield self._last(sent[call]) | row, 0.0
             seconds = self.copies.forward_s[call] / self.total_s
-            yield {**row, transit + call: 1.0}, out * seconds
+            yield {**sent[call], **row, transit + call: 1.0}, out * seconds
         # Between the model's forward and the first backward nothing is known to run.
         yield {early: 1.0, waits + self.calls: -back}, 0.0
         later = waits + self.calls + 1
         for number, call in enumerate(self.order):
             # Before the backward of `call`: what it wants, and what came early for later ones.
-            row = {**wanted[call], later + number: -back, early + number: -1.0}
-            yield dict(row), 0.0
+            row = {later + number: -back, early + number: -1.0}
+            yield self._last(wanted[call]) | row, 0.0
             seconds = self.copies.backward_s[call] / self.total_s
-            row[early + number + 1] = 1.0
+            row |= {**wanted[call], early + number + 1: 1.0}
             for act, added_s in self._added_s.get(call, ()):
                 row[act] = row.get(act, 0.0) - back * added_s / self.total_s
             yield row, back * seconds
@@ -111,6 +112,10 @@ class Lanes:
             size = self._sizes(number) + away.tensors * overhead_bytes
             found[away.call][number] = size / self.scale
         return found
+
+    def _last(self, sizes: dict[int, float]) -> dict[int, float]:
+        """Of what acts send, the last tensor."""
+        return {n: size / max(self.aways[n].tensors, 1) for n, size in sizes.items()}
 
     def _sizes(self, number: int) -> float:
         away = self.aways[number]

@@ -129,16 +129,6 @@ class _Program:
         self._lane_share = 1.0
         self._seed_rows()
 
-    @property
-    def _drag_too_much_s(self) -> float:
-        """By how much the program, where it adds up, may overrate what copies slow down."""
-        sim = self.simulator
-        of_call: dict[int, float] = {}
-        for act in self.acts:
-            if not isinstance(act, tuple):
-                of_call[act.call] = max(of_call.get(act.call, 0.0), sim.drag_seconds(act))
-        return max(sum(of_call.values()) - sim.most_drag_s, 0.0)
-
     def _parts(self, act: Act) -> list[Act]:
         return [(c, c) for c in calls_of(act)] if isinstance(act, tuple) else [act]
 
@@ -259,7 +249,11 @@ class _Program:
             return chosen, 0.0
         most_for_peak = PEAK_WEIGHT * budget / self.scale
         bound_s = (float(bound) - most_for_peak) * self.total_s
-        return chosen, max(0.0, bound_s - self._drag_too_much_s)
+        # The program adds drag up without end. But copies that last longer than the step make it
+        # wait for the rest: it overrates a plan by the drag of its own cost at most.
+        copy = self.simulator.copy
+        drag = copy.drag if copy is not None and copy.overlap else 0.0
+        return chosen, max(0.0, bound_s / (1 + drag))
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one act."""

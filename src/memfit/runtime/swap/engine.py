@@ -66,6 +66,7 @@ class Swap:
         self._inner, self._moves, self._num_calls = inner, dict(moves), num_calls
         self._mover, self._compiled = Mover(arena, lanes), compiled
         self._static = StorageSet(static)
+        self._given = StorageSet()  # batches: few, so that the dead among them are quickly found
         self._points = {move.prefetch for move in self._moves.values()}
         self._step = Step()
         self._older: list[Step] = []  # steps whose graphs are still alive
@@ -86,7 +87,7 @@ class Swap:
     def keep(self, inputs: Any) -> None:
         """Let the tensors in here (a batch) never move, as long as they live: others hold them."""
         leaves = tree_leaves(inputs)
-        self._static.update(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._given.update(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def begin(self) -> None:
         """Start a step. What a forward or a backward that failed left behind is given up."""
@@ -240,7 +241,8 @@ class Swap:
     def _pack(self, moves: CallMoves, named: StorageSet, tensor: torch.Tensor) -> Packed:
         if not may_move(tensor, self._mover.lanes.device, moves.smallest, self._static):
             return Kept(tensor)
-        if moves.names is not None and tensor.untyped_storage() not in named:
+        storage = tensor.untyped_storage()
+        if storage in self._given or (moves.names is not None and storage not in named):
             return Kept(tensor)
         moved = self._step.find(tensor)
         if moved is None:
