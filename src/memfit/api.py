@@ -14,20 +14,22 @@ from memfit.errors import InfeasibleError, PlanFileError, UsageError
 from memfit.fitted import Fitted
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
-from memfit.ir.result import BaselineResult, Decisions, Measured, Predicted, Result
+from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import techniques_for
+from memfit.planning.techniques import STEP, techniques_for
 from memfit.runtime.apply import Applied, check_plan
+from memfit.runtime.setup import Setup
 from memfit.runtime.signature import batch_signature, describe
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import format_bytes, parse_bytes
 from memfit.verify.budget import BudgetCheck, check_budget
-from memfit.verify.numerics import check_numerics
+from memfit.verify.numerics import check_numerics, check_parameters
 from memfit.verify.speed import Speed, compare_speed
+from memfit.whole_step import Measure, Whole, beside, choose_setup, setup_of
 from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
@@ -42,13 +44,22 @@ def profile(
     segments: Sequence[str] | None = None,
     executor: str | None = None,
     accumulate: int = 1,
+    setup: Setup | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure one step of the workload: memory, seconds, segments. Leaves it as it was."""
+    """Measure one step of the workload: memory, seconds, segments. Leaves it as it was.
+
+    A `setup` (techniques of the loss and the optimizer) is at work meanwhile.
+    """
     chosen = resolve_executor(executor, workload.device)
     note = prefer_expandable_segments(workload.device)
     measured = profile_workload(
-        workload, segments=segments, executor=chosen, accumulate=accumulate, progress=progress
+        workload,
+        segments=segments,
+        executor=chosen,
+        accumulate=accumulate,
+        setup=setup,
+        progress=progress,
     )
     return measured if note is None else replace(measured, notes=(*measured.notes, note))
 
@@ -66,8 +77,12 @@ def plan(
     segments: Sequence[str] | None = None,
     executor: str | None = None,
     min_tensor_bytes: int = 0,
+    profiled: Profile | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Find the fastest way to run the step within `budget` bytes.
+
+    Techniques of the loss and the optimizer need the Workload, of which `profiled` may be given.
 
     `activation_reduction=0.40` asks for 40 % less activation memory instead of a budget.
     InfeasibleError names the smallest possible budget and what stands in the way.
@@ -78,22 +93,41 @@ def plan(
     kind = what.device.type
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
     goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
-    measured = what
-    if not isinstance(measured, Profile):
-        measured = profile(measured, segments=segments, executor=executor)
+    base = what if isinstance(what, Profile) else profiled
+    if base is None:
+        assert isinstance(what, Workload)
+        base = profile(what, segments=segments, executor=executor, progress=progress)
     if budget is None and activation_reduction is None and strategy == "optimal":
         budget = "auto"
-    resolved = None if budget is None else resolve_budget(budget, measured)
-    return make_plan(measured, replace(goal, budget_bytes=resolved))
+    resolved = None if budget is None else resolve_budget(budget, base)
+    goal = replace(goal, budget_bytes=resolved)
+    if not set(STEP) & set(goal.techniques):
+        return make_plan(base, goal)
+    if isinstance(what, Profile):
+        raise UsageError(
+            f"{', '.join(t for t in STEP if t in goal.techniques)}: tried by running the step, and "
+            "here is only its profile",
+            hint="give memfit.plan the Workload, or leave them out",
+        )
+    whole = choose_setup(what, base, goal, _measuring(what, base, segments, progress))
+    return beside(base, make_plan(whole.profile, goal), whole.notes)
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
     """Execute a plan in the user's own loop: `with memfit.apply(plan, model): ...`.
 
-    Backward and the optimizer stay the user's; leaving the block restores the model.
+    Backward and the optimizer stay the user's; leaving the block restores the model. A plan that
+    keeps optimizer state on the host needs the optimizer.
     """
     check_plan(plan, model)
-    return Applied(plan, model)
+    if "step_in_backward" in plan.setup:
+        raise UsageError(
+            "the plan steps the optimizer in backward, and here backward is the loop's own",
+            hint="train by memfit.fit(...).step(batch), or plan without step_in_backward",
+        )
+    modules = [segment.module for segment in plan.segments]
+    setup = Setup(plan.setup, model, optimizer, modules, plan.tile_bytes) if plan.setup else None
+    return Applied(plan, model, setup)
 
 
 def fit(
@@ -165,13 +199,25 @@ def fit_workload(
     if plan is None:
         resolved = None if budget is None else resolve_budget(budget, measured)
         goal = replace(goal, budget_bytes=resolved)
-    measured, made, check, rounds, notes = _hold(workload, measured, goal, plan, say)
-    planned = Applied(made, workload.model)
+    base = measured
+
+    measure = _measuring(workload, base, segments, progress)
+    if plan is None:
+        whole = choose_setup(workload, base, goal, measure)
+    else:
+        given = setup_of(plan.setup, workload, base, plan.tile_bytes)
+        whole = Whole(given, measure(given) if plan.setup else base)
+    setup = whole.setup if whole.setup.techniques else None
+    measured, made, check, rounds, notes = _hold(workload, whole.profile, goal, plan, setup, say)
+    made = beside(base, made, whole.notes)
+    planned = Applied(made, workload.model, setup)
     unplanned = None
     if made.executor != "module":
         unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
     numerics = check_numerics(workload, planned, unplanned)
+    if {"step_in_backward", "optimizer_offload"} & set(made.setup):
+        numerics = _with_parameters(workload, planned, numerics)
     say("timing steps")
     if planned.swap is not None:
         planned.swap.reset_statistics()
@@ -181,9 +227,9 @@ def fit_workload(
         steps=steps,
         unplanned=unplanned,
         accumulate=accumulate,
-        baseline=measured.baseline is not None,
+        baseline=base.baseline is not None,
     )
-    result = _result(measured, made, check, numerics, speed, rounds, notes)
+    result = _result(base, made, check, numerics, speed, rounds, notes)
     if planned.swap is not None:
         result = replace(result, swap=planned.swap.statistics())
 
@@ -204,6 +250,25 @@ def fit_workload(
         )
 
     return Fitted(workload, planned.install(), measured, result, replan, accumulate)
+
+
+def _measuring(
+    workload: Workload, base: Profile, segments: Sequence[str] | None, progress: Progress | None
+) -> Measure:
+    """Profiles the workload as `base` was, with a set-up at work."""
+    say = progress or (lambda text: None)
+
+    def measure(setup: Setup) -> Profile:
+        say(f"trying {setup.techniques[-1]}")
+        return profile(
+            workload,
+            segments=segments,
+            executor=base.executor,
+            accumulate=base.accumulate,
+            setup=setup,
+        )
+
+    return measure
 
 
 def resolve_executor(name: str | None, device: torch.device) -> str:
@@ -258,8 +323,28 @@ def _goal(
     )
 
 
+def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -> Numerics:
+    """The comparison with what the optimizer makes of it, without its techniques and with them."""
+    loss_only = [t for t in planned.plan.setup if t == "tiled_loss"]
+    tile_bytes = planned.plan.tile_bytes
+    setup = Setup(loss_only, workload.model, tile_bytes=tile_bytes) if loss_only else None
+    stepped = check_parameters(workload, planned, Applied(planned.plan, workload.model, setup))
+    said = "the same" if stepped.bitwise_vs_unplanned else f"{stepped.grad_max_rel_diff:.2g} apart"
+    note = f"parameters are {said} as after plain optimizer steps"
+    return replace(
+        numerics,
+        agree=numerics.agree and stepped.bitwise_vs_unplanned,
+        note=f"{numerics.note}; {note}" if numerics.note else note,
+    )
+
+
 def _hold(
-    workload: Workload, measured: Profile, goal: Goal, given: Plan | None, say: Progress
+    workload: Workload,
+    measured: Profile,
+    goal: Goal,
+    given: Plan | None,
+    setup: Setup | None,
+    say: Progress,
 ) -> tuple[Profile, Plan, BudgetCheck, int, list[str]]:
     """Plan and run until the budget holds: each round leaves free what the last one missed.
 
@@ -271,7 +356,7 @@ def _hold(
         made = given if given is not None else make_plan(measured, goal)
         for _ in range(MAX_LESSONS if given is None else 0):
             say(f"running what was chosen (round {number})")
-            learned = learn_variants(workload, measured, made)
+            learned = learn_variants(workload, measured, made, setup)
             if learned is None:
                 break
             measured = learned
@@ -279,7 +364,7 @@ def _hold(
         say(f"running under the budget (round {number})")
         check = check_budget(
             workload,
-            Applied(made, workload.model),
+            Applied(made, workload.model, setup),
             made.budget_bytes,
             accumulate=measured.accumulate,
         )

@@ -17,6 +17,7 @@ from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.step import drop_gradients
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.compiled import compiled_segments
+from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.workload import Workload
 
@@ -90,12 +91,35 @@ class Fitted:
         scaler = scaler or self.workload.scaler
         loss = self.workload.compute_loss(batch)
         scaled = loss / accumulate if accumulate > 1 else loss
+        setup = self.applied.setup
+        if setup is not None and setup.in_backward is not None:
+            self._step_in_backward(setup.in_backward, scaled, clip_norm, scaler)
+            if scheduler is not None:
+                scheduler.step()
+            return loss.detach()
         (scaler.scale(scaled) if scaler is not None else scaled).backward()
         self._waiting += 1
         self._group = accumulate
         if self._waiting >= accumulate:
             self._optimize(clip_norm, scaler, scheduler)
         return loss.detach()
+
+    def _step_in_backward(
+        self,
+        optimizer: StepInBackward,
+        loss: torch.Tensor,
+        clip_norm: float | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        if self.plan.executor == "inductor" and (clip_norm is not None or scaler is not None):
+            raise UsageError(
+                "clipping and scaling need two backwards when the optimizer steps in backward, and "
+                "fused code runs its backward once",
+                hint="fit without step_in_backward, or with executor='graph'",
+            )
+        optimizer.backward(loss, clip_norm=clip_norm, scaler=scaler)
+        if scaler is not None:
+            scaler.update()
 
     def flush(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from memfit.runtime.apply import Applied, plan_code, plan_engine
 from memfit.runtime.calls import Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
+from memfit.runtime.setup import Setup
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,19 @@ USUAL_ERROR = 0.5
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 
 
-def learn_variants(workload: Workload, profile: Profile, plan: Plan) -> Profile | None:
-    """The profile with what the plan's variants showed; None when there is nothing new in them."""
+def learn_variants(
+    workload: Workload, profile: Profile, plan: Plan, setup: Setup | None = None
+) -> Profile | None:
+    """The profile with what the plan's variants showed; None when there is nothing new in them.
+
+    A `setup` is at work meanwhile.
+    """
     plan = plan.resident()  # copies are known already: this is about variants
     chosen = _chosen(profile, plan)
     if not chosen:
         return None
     try:
-        with untouched(workload):
+        with untouched(workload), setup or nullcontext():
             seen = _recorded(workload, profile, plan, chosen)
             ratio = _seconds_ratio(workload, profile, plan)
     except RuntimeError as error:

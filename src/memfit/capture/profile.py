@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -18,6 +19,7 @@ from memfit.measure.device import device_facts
 from memfit.measure.memory import static_bytes
 from memfit.measure.step import explained_errors, run_step, untouched
 from memfit.runtime.inplace import inplace_off
+from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
 from memfit.runtime.swap.rates import swap_rates
 from memfit.workload import Workload, refuse_compiled
@@ -32,14 +34,18 @@ def profile_workload(
     executor: str = "module",
     accumulate: int = 1,
     rounds: int = 5,
+    setup: Setup | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure one step of the workload; its model, optimizer and RNG are as before afterwards."""
+    """Measure one step of the workload; its model, optimizer and RNG are as before afterwards.
+
+    A `setup` is at work meanwhile.
+    """
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
     say("measuring copies to the host")
     copy = swap_rates(workload.device)
-    with untouched(workload):
+    with untouched(workload), setup or nullcontext():
         say("finding segments")
         found, inplace = find_segments(workload, segments)
         with inplace_off(workload.model, inplace):
@@ -83,6 +89,8 @@ def profile_workload(
         uncaptured={graph.calls[i].name: why for i, why in captured.reasons.items()},
         inplace_off=inplace,
         accumulate=accumulate,
+        setup=() if setup is None else setup.techniques,
+        tile_bytes=None if setup is None else setup.tile_bytes,
         notes=tuple(notes),
     )
 

@@ -164,6 +164,7 @@ def _show_choices(
     from memfit.report.fit import choices_lines, choices_table
     from memfit.report.terminal import budget_word, headline, note_lines
 
+    goal.refuse_step_techniques()
     profile = api.profile(
         workload,
         segments=goal.segments or None,

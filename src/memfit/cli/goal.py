@@ -125,6 +125,18 @@ class GoalOptions:
             )
         return tuple(t for t in AVAILABLE if t in found)
 
+    def refuse_step_techniques(self) -> None:
+        """Refuse techniques of the loss and the optimizer where only activations are planned."""
+        from memfit.planning.techniques import STEP
+
+        given = {name.removeprefix("+") for name in self._techniques() or ()}
+        named = [t for t in STEP if t in given]
+        if named:
+            raise UsageError(
+                f"{named[0]} is tried for one budget, and here are many",
+                hint="leave it out here, and give it to plan or fit with a budget",
+            )
+
     def for_strategy(self, name: str, device_type: str) -> GoalOptions:
         """The same for one of several strategies; the host budget is for those that can use it."""
         one = replace(self, strategy=name, host_budget=None)

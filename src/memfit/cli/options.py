@@ -119,8 +119,8 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="TECHNIQUE",
-        help="Techniques a plan may use: recompute, offload (+NAME adds to the default: "
-        "recompute); may be repeated.",
+        help="Techniques a plan may use: recompute, offload, step_in_backward, tiled_loss, "
+        "optimizer_offload (+NAME adds to the default: recompute); may be repeated.",
         rich_help_panel=_HOW,
     ),
 ]

@@ -96,10 +96,20 @@ def plan(
             accumulate=accumulate,
             progress=session.progress,
         )
+        session.progress("planning")
         if sweep:
+            goal.refuse_step_techniques()
             _show_sweep(session, what, profile, goal)
         else:
-            _show_plan(session, what, profile, goal, output, decisions, every)
+            made = api.plan(
+                workload,
+                goal.budget_on(profile.device),
+                profiled=profile,
+                segments=goal.segments or None,
+                progress=session.progress,
+                **goal.plan_options(),
+            )
+            _show_plan(session, what, profile, goal, made, output, decisions, every)
 
 
 def _check(goal: GoalOptions, sweep: bool, files: Mapping[str, Path | None]) -> None:
@@ -125,16 +135,14 @@ def _show_plan(
     what: Target,
     profile: Profile,
     goal: GoalOptions,
+    made: Plan,
     output: Path | None,
     decisions: Path | None,
     every: bool,
 ) -> None:
-    from memfit import api
     from memfit.ir.codec import to_data
     from memfit.report.plan import plan_report, summary_line
 
-    session.progress("planning")
-    made = api.plan(profile, goal.budget_on(profile.device), **goal.plan_options())
     if output is not None:
         made.save(output)
     if decisions is not None:

@@ -112,6 +112,7 @@ class Plan:
     executor: str = "module"
     counts: str = "reserved"  # what must stay within the budget: "reserved" or "live" bytes
     techniques: tuple[str, ...] = ()
+    tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     host_bytes: int = 0  # memory that waits on the host at once
     smallest_move_bytes: int = 0  # smaller tensors are not moved
     trim: bool = False  # give the allocator's free pages back between forward and backward
@@ -119,6 +120,11 @@ class Plan:
     model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def setup(self) -> tuple[str, ...]:
+        """The techniques of the loss and the optimizer, in the order they go to work."""
+        return tuple(t for t in self.techniques if t not in ("recompute", "offload"))
 
     @property
     def runs(self) -> list[tuple[int, int]]:

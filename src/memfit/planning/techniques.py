@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from memfit.errors import UsageError
 
-AVAILABLE = ("recompute", "offload")
+ACTIVATIONS = ("recompute", "offload")
+# How the step itself is run, in the order in which they are tried: the cheap ones first.
+STEP = ("step_in_backward", "tiled_loss", "optimizer_offload")
+AVAILABLE = ACTIVATIONS + STEP
 # What a strategy is made of: naming it allows these.
 NEEDS = {
     "all": ("recompute",),

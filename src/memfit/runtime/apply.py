@@ -14,6 +14,7 @@ from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
+from memfit.runtime.setup import Setup
 from memfit.runtime.signature import model_signature
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.attach import arena_for, swap_around
@@ -24,9 +25,11 @@ from memfit.workload import refuse_compiled, unwrap
 class Applied:
     """A plan at work. A context manager: leaving it restores the model."""
 
-    def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
+    def __init__(self, plan: Plan, model: torch.nn.Module, setup: Setup | None = None) -> None:
+        """`setup` goes to work before the plan, and is taken off after it."""
         self.plan = plan
         self.model = model
+        self.setup = setup
         self.swap: Swap | None = None  # what moves memory to the host, once the plan was at work
         self._stack: ExitStack | None = None
         self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
@@ -43,6 +46,8 @@ class Applied:
         code = plan_code(self.plan)
         engine: Engine = plan_engine(self.plan, self.model)
         with ExitStack() as stack:
+            if self.setup is not None:
+                stack.enter_context(self.setup)
             if self.plan.host_bytes:
                 engine = self._swap(engine)
                 stack.callback(engine.close)

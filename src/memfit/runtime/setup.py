@@ -1,0 +1,109 @@
+"""How a step is run beside its activations: techniques of the loss and of the optimizer.
+
+The optimizer steps in backward, its state lives in host memory, the loss is made in tiles. A plan
+of activations goes on top: what it finds is measured with the set-up at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+
+import torch
+
+from memfit.errors import UsageError
+from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
+from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
+from memfit.runtime.tiled_loss.causal_lm import TiledLoss
+from memfit.workload import unwrap
+
+Parameters = list[torch.nn.Parameter]
+
+
+class Setup:
+    """Techniques at work on a model and its optimizer. A context manager: leaving it restores both.
+
+    `modules` are the segments' names: the parameters of each step together.
+    """
+
+    def __init__(
+        self,
+        techniques: Sequence[str],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        modules: Iterable[str] = (),
+        tile_bytes: int | None = None,
+    ) -> None:
+        """`tile_bytes` is the size of a tile of logits; None: the usual one."""
+        self.techniques = tuple(techniques)
+        self.tile_bytes = tile_bytes
+        self.in_backward: StepInBackward | None = None
+        self._model, self._optimizer, self._modules = model, optimizer, tuple(modules)
+        self._stack: ExitStack | None = None
+
+    def install(self) -> Setup:
+        """Put the techniques to work."""
+        assert self._stack is None, "the set-up is at work already"
+        with ExitStack() as stack:
+            if "tiled_loss" in self.techniques:
+                stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
+            host = None
+            if "optimizer_offload" in self.techniques:
+                host = stack.enter_context(StateOnHost(self._stepped(), self._groups()))
+            if "step_in_backward" in self.techniques:
+                step = StepInBackward(
+                    self._stepped(),
+                    self._groups(),
+                    clip="two_pass",
+                    clipped=unwrap(self._model).parameters(),
+                    stepper=host,
+                )
+                self.in_backward = stack.enter_context(step)
+            self._stack = stack.pop_all()
+        return self
+
+    def undo(self) -> None:
+        """Restore the model and the optimizer; harmless when done twice."""
+        if self._stack is not None:
+            stack, self._stack, self.in_backward = self._stack, None, None
+            stack.close()
+
+    def __enter__(self) -> Setup:
+        return self if self._stack is not None else self.install()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def holding_gradients(self) -> AbstractContextManager[None]:
+        """Within it, gradients stay when backward is over, whatever the techniques."""
+        return nullcontext() if self.in_backward is None else self.in_backward.holding()
+
+    def _stepped(self) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            raise UsageError(
+                f"the plan uses {', '.join(self.techniques)}, which needs the optimizer",
+                hint="give it: memfit.apply(plan, model, optimizer)",
+            )
+        return self._optimizer
+
+    def _groups(self) -> list[Parameters]:
+        """The optimizer's parameters by segment, and the rest together."""
+        own = {id(p) for g in self._stepped().param_groups for p in g["params"]}
+        found = [g for g in _by_module(unwrap(self._model), self._modules) if g]
+        return [mine for g in found if (mine := [p for p in g if id(p) in own])]
+
+
+def _by_module(model: torch.nn.Module, names: Sequence[str]) -> Iterator[Parameters]:
+    """The parameters of each module, then those of no module; each once."""
+    modules = dict(model.named_modules())
+    seen: set[int] = set()
+    for owner in [*(modules[name] for name in dict.fromkeys(names)), model]:
+        group = [p for p in owner.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in group)
+        yield group

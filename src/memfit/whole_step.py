@@ -1,0 +1,164 @@
+"""One budget for the whole step: which techniques of the loss and the optimizer pay, beside a plan.
+
+Techniques are tried one after the other, the cheap ones first, each on top of those taken before:
+the step is profiled with it at work and planned again. It is taken when the plan gets faster by
+more than timings differ, or when nothing fits without it and it brings the smallest budget down.
+What was not taken is tried again when a later one was. Limits: taken ones are not given back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from memfit.errors import HostMemoryError, InfeasibleError, UsageError
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.planning.budget import baseline_peak_bytes
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.techniques import STEP
+from memfit.runtime.setup import Setup
+from memfit.units import format_bytes
+from memfit.workload import Workload
+
+Measure = Callable[[Setup], Profile]
+CHEAP = 0.01  # of the plain step: a plan that costs less needs no help
+GAIN = 0.02  # of the planned step: less than this may be noise
+LESS = 0.01  # of the smallest budget
+TILES_PER_BUDGET = 64
+SMALLEST_TILE, LARGEST_TILE = 2**18, 2**28
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A way to run the whole step: its set-up, the profile with it, and why each was taken."""
+
+    setup: Setup
+    profile: Profile
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Tried:
+    profile: Profile
+    plan: Plan | None
+    refusal: InfeasibleError | None
+
+    @property
+    def minimum_bytes(self) -> int:
+        if self.refusal is not None and self.refusal.minimum_bytes is not None:
+            return self.refusal.minimum_bytes
+        return baseline_peak_bytes(self.profile) if self.plan is None else 0
+
+
+def choose_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
+    """The set-up with the fastest plan, of the techniques that the goal allows."""
+    tile_bytes = tile_for(goal.budget_bytes)
+    setup, best = setup_of((), workload, base, tile_bytes), _tried(base, goal)
+    notes: dict[str, str] = {}
+    left = deque(t for t in STEP if t in goal.techniques)
+    again: list[str] = []  # not taken so far
+    while left:
+        name = left.popleft()
+        if best.plan is not None and best.plan.predicted.step_s <= (1 + CHEAP) * base.step_s:
+            notes.setdefault(name, "not needed")
+            continue
+        why = refused(name, workload, base.accumulate)
+        candidate = setup_of((*setup.techniques, name), workload, base, tile_bytes)
+        try:
+            found = _tried(measure(candidate), goal) if why is None else None
+        except (UsageError, HostMemoryError) as error:
+            found, why = None, error.message
+        if found is None:
+            notes[name] = f"not possible: {why}"
+        elif _better(found, best):
+            notes[name] = f"taken: {_change(best, found)}"
+            setup, best = candidate, found
+            left.extend(again)
+            again = []
+        else:
+            notes[name] = f"not taken: {_change(best, found)}"
+            again.append(name)
+    said = tuple(f"{name}: {why}" for name, why in notes.items())
+    if best.refusal is not None and said:
+        _refuse(best.refusal, said)
+    return Whole(setup, best.profile, said)
+
+
+def _refuse(refusal: InfeasibleError, tried: Sequence[str]) -> None:
+    raise InfeasibleError(
+        f"{refusal.message} Tried beside recompute: {'; '.join(tried)}.",
+        budget_bytes=refusal.budget_bytes,
+        minimum_bytes=refusal.minimum_bytes,
+        incompressible_bytes=refusal.incompressible_bytes,
+        hint=refusal.hint,
+    ) from refusal
+
+
+def beside(base: Profile, plan: Plan, notes: Sequence[str]) -> Plan:
+    """The plan with the plain step as its baseline, and why each technique was taken."""
+    return replace(
+        plan,
+        baseline_peak_bytes=baseline_peak_bytes(base),
+        baseline_step_s=base.step_s,
+        notes=(*plan.notes, *notes),
+    )
+
+
+def setup_of(
+    techniques: Sequence[str], workload: Workload, profile: Profile, tile_bytes: int | None
+) -> Setup:
+    """The set-up of these techniques on a workload; parameters of a segment step together."""
+    modules = [call.module for call in profile.graph.calls]
+    return Setup(techniques, workload.model, workload.optimizer, modules, tile_bytes)
+
+
+def tile_for(budget_bytes: int | None) -> int | None:
+    """Bytes of one tile of logits: a small share of the budget; None: the usual ones."""
+    if budget_bytes is None:
+        return None
+    return max(SMALLEST_TILE, min(budget_bytes // TILES_PER_BUDGET, LARGEST_TILE))
+
+
+def refused(name: str, workload: Workload, accumulate: int) -> str | None:
+    """Why a workload cannot have a technique, or None."""
+    if name != "step_in_backward":
+        return None
+    if workload.scaler is not None:
+        return "a GradScaler looks at all gradients before the first step; use bf16"
+    if accumulate > 1:
+        return "gradients of earlier micro-batches wait for the last one"
+    return None
+
+
+def _tried(profile: Profile, goal: Goal) -> _Tried:
+    try:
+        return _Tried(profile, make_plan(profile, replace(goal, time_limit_s=3.0)), None)
+    except InfeasibleError as refusal:
+        return _Tried(profile, None, refusal)
+
+
+def _better(found: _Tried, best: _Tried) -> bool:
+    if found.plan is None:
+        return best.plan is None and found.minimum_bytes < (1 - LESS) * best.minimum_bytes
+    if best.plan is None:
+        return True
+    return found.plan.predicted.step_s < (1 - GAIN) * best.plan.predicted.step_s
+
+
+def _change(before: _Tried, after: _Tried) -> str:
+    """What a technique does, in bytes and seconds."""
+    peaks = [baseline_peak_bytes(t.profile) for t in (before, after)]
+    words = [f"the unplanned peak goes from {format_bytes(peaks[0])} to {format_bytes(peaks[1])}"]
+    if before.plan is not None and after.plan is not None:
+        ratio = after.plan.predicted.step_s / before.plan.predicted.step_s
+        words.append(f"the planned step takes {ratio:.3f}x the time")
+    elif after.plan is not None:
+        words.append("a plan holds the budget now")
+    elif before.plan is None:
+        least = [format_bytes(t.minimum_bytes) for t in (before, after)]
+        words.append(f"the smallest budget from {least[0]} to {least[1]}")
+    else:
+        words.append("no plan holds the budget any more")
+    return ", ".join(words)

@@ -1,0 +1,82 @@
+"""Techniques of the loss and the optimizer, put on a model and taken off again."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+
+from memfit.errors import UsageError
+from memfit.measure.step import run_step, untouched
+from memfit.planning.techniques import STEP
+from memfit.runtime.setup import Setup
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+SIZES = {"n_layer": "2", "n_embd": "32", "n_head": "2", "vocab_size": "200"}
+MODULES = ("transformer.h.0", "transformer.h.1")
+SUBSETS = list(chain.from_iterable(combinations(STEP, n) for n in range(len(STEP) + 1)))
+
+
+def gpt2() -> Workload:
+    return resolve_target(
+        "transformers:gpt2", device="cpu", batch=2, seq=16, overrides=SIZES, optimizer="adamw"
+    )
+
+
+def trained(workload: Workload, setup: Setup | None) -> dict[str, torch.Tensor]:
+    """The state after three steps, and the optimizer's."""
+    with untouched(workload):
+        if setup is not None:
+            setup.install()
+        for _ in range(3):
+            run_step(workload)
+        if setup is not None:
+            setup.undo()
+        state = {n: t.clone() for n, t in workload.model.state_dict().items()}
+        for n, p in workload.model.named_parameters():
+            state |= {f"{n} {k}": v.clone() for k, v in workload.optimizer.state[p].items()}
+        return state
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=",".join)
+def test_training_goes_on_as_without_it(names: tuple[str, ...]) -> None:
+    workload = gpt2()
+    expected = trained(workload, None)
+    actual = trained(workload, Setup(names, workload.model, workload.optimizer, MODULES, 2**12))
+    tolerance = 1e-4 if "tiled_loss" in names else 0.0  # sums in another order, beside Adam's roots
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_parameters_step_by_segment_and_the_rest_together() -> None:
+    workload = gpt2()
+    setup = Setup(("step_in_backward",), workload.model, workload.optimizer, MODULES)
+    with setup:
+        assert setup.in_backward is not None
+        groups = setup.in_backward.groups
+    assert [len(g) for g in groups[:2]] == [12, 12]
+    assert sum(len(g) for g in groups) == len(list(workload.model.parameters()))
+    assert setup.in_backward is None
+
+
+def test_gradients_can_be_held() -> None:
+    workload = gpt2()
+    with untouched(workload), Setup(STEP, workload.model, workload.optimizer, MODULES) as setup:
+        with setup.holding_gradients():
+            workload.compute_loss().backward()
+        assert all(p.grad is not None for p in workload.model.parameters())
+
+
+def test_techniques_of_the_optimizer_need_it() -> None:
+    with pytest.raises(UsageError, match="needs the optimizer"):
+        Setup(("optimizer_offload",), gpt2().model).install()
+
+
+def test_a_model_without_a_head_is_refused_and_left_alone() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="head"):
+        Setup(("tiled_loss",), model).install()
+    assert "forward" not in model.__dict__

@@ -1,0 +1,129 @@
+"""One budget for the whole step: which techniques of the loss and the optimizer are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.api import fit_workload
+from memfit.errors import InfeasibleError, UsageError
+from memfit.measure.step import run_step, untouched
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+GPT2 = {"n_layer": "2", "n_embd": "64", "n_head": "2", "vocab_size": "4000"}
+
+
+def wide() -> Workload:
+    """More bytes of gradients than of activations."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(256, 4))
+    batch = torch.randn(4, 256), torch.randint(4, (4,))
+    return Workload(
+        model,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.AdamW(model.parameters(), fused=True),
+        batch,
+        name="wide",
+    )
+
+
+def gpt2() -> Workload:
+    return resolve_target("transformers:gpt2", device="cpu", batch=4, seq=64, overrides=GPT2)
+
+
+def trained(workload: Workload, steps: int) -> list[torch.Tensor]:
+    with untouched(workload):
+        for _ in range(steps):
+            run_step(workload)
+        return [p.detach().clone() for p in workload.model.parameters()]
+
+
+def test_gradients_are_freed_in_backward_where_nothing_else_helps() -> None:
+    workload = wide()
+    expected = trained(workload, 2)
+    with pytest.raises(InfeasibleError):
+        fit_workload(workload, "85%", executor="module", steps=1)
+    with fit_workload(
+        workload, "85%", allow="+step_in_backward", executor="module", steps=1
+    ) as fitted:
+        result = fitted.result
+        assert result.decisions.techniques == ("step_in_backward",)
+        assert result.measured.peak_bytes <= result.budget_bytes
+        assert result.numerics.agree and result.numerics.bitwise_vs_unplanned
+        assert "parameters are the same" in str(result.numerics.note)
+        assert any(note.startswith("step_in_backward: taken") for note in result.notes)
+        for _ in range(2):
+            fitted.step(workload.batch)
+        assert all(p.grad is None for p in workload.model.parameters())
+    for parameter, value in zip(workload.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+
+
+def test_clipping_takes_two_backwards() -> None:
+    one, other = wide(), wide()
+    with fit_workload(one, "85%", allow="+step_in_backward", executor="module", steps=1) as fitted:
+        fitted.step(one.batch, clip_norm=1e-3)
+    loss = other.compute_loss()
+    loss.backward()
+    nn.utils.clip_grad_norm_(other.model.parameters(), 1e-3)
+    other.optimizer.step()
+    for parameter, value in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+
+
+def test_a_step_that_fits_as_it_is_gets_nothing() -> None:
+    plan = memfit.plan(wide(), "100%", allow="+step_in_backward", executor="module")
+    assert plan.techniques == ()
+    assert "step_in_backward: not needed" in plan.notes
+
+
+def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
+    workload = gpt2()
+    allow = "+step_in_backward,+tiled_loss"
+    with pytest.raises(InfeasibleError) as refused:
+        fit_workload(workload, "50%", executor="graph", steps=1)
+    with fit_workload(workload, "50%", allow=allow, executor="graph", steps=1) as fitted:
+        result, plan = fitted.result, fitted.plan
+        assert "tiled_loss" in plan.setup
+        assert plan.tile_bytes is not None and plan.tile_bytes < result.budget_bytes // 32
+        assert result.measured.peak_bytes <= result.budget_bytes
+        assert abs(result.peak_error) < 0.05
+        assert result.numerics.agree and not result.numerics.bitwise_vs_unplanned
+        assert refused.value.minimum_bytes is not None
+        assert result.minimum_feasible_bytes < refused.value.minimum_bytes
+        assert result.baseline.peak_bytes > 1.9 * result.measured.peak_bytes
+        plan.save(tmp_path / "plan.json")
+    again = memfit.Plan.load(tmp_path / "plan.json")
+    with fit_workload(workload, plan=again, steps=1) as fitted:
+        assert fitted.plan.setup == plan.setup
+        assert fitted.result.measured.peak_bytes == result.measured.peak_bytes
+    with memfit.apply(again, workload.model):
+        assert workload.model(**workload.batch).logits is None
+    assert workload.model(**workload.batch).logits is not None
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    half = wide()
+    half.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(InfeasibleError) as refused:
+        fit_workload(half, "85%", allow="+step_in_backward,+tiled_loss", executor="module")
+    assert "step_in_backward: not possible: a GradScaler" in refused.value.message
+    assert "tiled_loss: not possible" in refused.value.message
+
+
+def test_plans_that_need_more_than_a_model() -> None:
+    workload = wide()
+    profile = memfit.profile(workload, executor="module")
+    with pytest.raises(UsageError, match="only its profile"):
+        memfit.plan(profile, "85%", allow="+step_in_backward")
+    plan = memfit.plan(
+        workload, "85%", allow="+step_in_backward", executor="module", profiled=profile
+    )
+    with pytest.raises(UsageError, match="in backward"):
+        memfit.apply(plan, workload.model, workload.optimizer)
