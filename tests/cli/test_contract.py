@@ -22,6 +22,8 @@ VERBS = {
     "fit": f"{TARGET} {GOAL} {HOW} --plan --steps --output -o",
     "plan": f"{TARGET} {GOAL} {HOW} --sweep --all --decisions --output -o",
     "profile": f"{TARGET} --segments --executor --accumulate --all --output -o",
+    "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
+    "--steps",
     "doctor": "--json --verbose -v",
     "init": "file --json --verbose -v",
 }
