@@ -30,6 +30,7 @@ STAGES = {
     "runtime",
     "capture",
     "verify",
+    "estimating",
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -43,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": BASE | {"ir", "workload", "measure"},
     "capture": BASE | {"ir", "workload", "measure", "runtime"},
     "verify": BASE | {"ir", "workload", "measure", "runtime"},
+    "estimating": BASE | {"ir", "workload", "targets", "measure", "runtime", "capture"},
     "fitted": BASE | {"ir", "workload", "measure", "runtime"},
     "api": BASE | STAGES | {"fitted"},
     "__init__": BASE | STAGES | {"fitted", "api"},

@@ -1,0 +1,118 @@
+"""A workload of fake tensors: shapes and storages without memory, whatever the model's size."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memfit.errors import ModelError, UsageError
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+aten = torch.ops.aten
+
+
+What = Workload | str | Callable[[], Workload]
+
+
+@contextmanager
+def without_memory(what: What) -> Iterator[FakeTensorMode]:
+    """Make every tensor a fake one inside; the mode is that of `what` where it has one."""
+    mode = None
+    if isinstance(what, Workload):
+        first = next(what.model.parameters())
+        mode = first.fake_mode if isinstance(first, FakeTensor) else None
+    with mode or FakeTensorMode(allow_non_fake_inputs=True) as entered, _AnsweredReads():
+        yield entered
+
+
+def fake_workload(what: What, mode: FakeTensorMode, options: Mapping[str, Any]) -> Workload:
+    """Return `what` on fake tensors: a target or a function's result built so, or a copy.
+
+    A workload that is fake already is returned as it is.
+    """
+    if isinstance(what, str):
+        return resolve_target(what, **options)
+    if options:
+        raise UsageError(
+            f"{', '.join(options)} can be given with a target's name only",
+            hint="build the workload with them",
+        )
+    if not isinstance(what, Workload):
+        return what()
+    if isinstance(next(what.model.parameters()), FakeTensor):
+        return what
+    if what.device.type == "meta":
+        raise UsageError(
+            "the workload is on the meta device, which has no autocast and no CUDA operators",
+            hint="give the function that builds it on the CPU: inside, that takes no memory",
+        )
+    with FakeCopyMode(mode):
+        model, optimizer, batch = copy.deepcopy((what.model, what.optimizer, what.batch))
+    return Workload(model, what.loss_fn, optimizer, batch, name=what.name)
+
+
+@contextmanager
+def unnoticed_by_transformers() -> Iterator[None]:
+    """Let transformers treat fake tensors as real ones: else it never leaves out a causal mask."""
+    module = sys.modules.get("transformers.masking_utils")
+    before = getattr(module, "is_tracing", None)
+    if module is None or before is None:
+        yield
+        return
+    module.is_tracing = lambda tensor=None: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.is_tracing = before  # type: ignore[attr-defined]
+
+
+@contextmanager
+def refused_without_data(workload: Workload) -> Iterator[None]:
+    """Turn the error of a step whose shapes follow from its data into one that says so."""
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ModelError(
+            f"the step of {workload.name or 'the workload'} cannot be estimated: what {error.func} "
+            "gives has a shape that depends on the data",
+            hint="measure it instead: memfit profile TARGET",
+        ) from error
+
+
+class _AnsweredReads(TorchDispatchMode):
+    """Answers what code reads from a fake tensor as if there were nothing unusual in it.
+
+    A number is 1, `all` holds, any other condition does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._holds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            if dtype is torch.bool:
+                return args[0] in self._holds
+            return 1.0 if dtype.is_floating_point else 1
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket is aten.all:
+            self._holds[result] = True
+        return result

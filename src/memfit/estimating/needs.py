@@ -1,0 +1,29 @@
+"""How few bytes each way to run a traced step could do with.
+
+Bounds, not plans: nothing is solved here. What recompute leaves is read off the trace (every
+segment drops what it saved); the rest takes away what would lie in host memory.
+"""
+
+from __future__ import annotations
+
+from memfit.estimating.history import History
+from memfit.ir.estimate import Needs
+
+# A streamed segment has its parameters here, the next one's on their way, and its gradients.
+STREAMED_COPIES = 3
+
+
+def needs_of(history: History, largest_parameters: int) -> Needs:
+    """The peak of each way; `largest_parameters` are the most bytes that one segment streams."""
+    made = history.in_phases(("forward", "backward"))
+    recomputed = history.recomputed
+    parts = history.categories
+    state = parts["optimizer_state"]
+    on_host = recomputed - state
+    streamed = on_host - parts["parameters"] - parts["gradients"]
+    return Needs(
+        plain_bytes=int(history.total.max()),
+        recompute_bytes=int(recomputed.max()),
+        optimizer_on_host_bytes=int(on_host[made].max()),
+        stream_bytes=int(streamed[made].max()) + STREAMED_COPIES * largest_parameters,
+    )

@@ -1,0 +1,194 @@
+"""Estimates: what they hold, how they are asked for, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import resource
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import ModelError, UsageError
+from memfit.estimating.estimate import estimate
+from memfit.ir.cards import CARDS, GIB, MIB
+from memfit.ir.codec import from_data, to_data
+from memfit.ir.estimate import WAYS, Estimate, Needs, first_way
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+SMALL = {"n_layer": "4", "n_embd": "64", "n_head": "2", "n_ff": "256", "vocab_size": "100"}
+
+
+@pytest.fixture(scope="module")
+def small() -> Estimate:
+    return estimate("encoder", batch=8, seq=64, overrides=SMALL)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Estimate:
+    pytest.importorskip("transformers")
+    return estimate("transformers:llama-8b", batch=1, seq=1024, dtype="bf16")
+
+
+def test_a_llama_of_8b_has_16_bytes_of_state_per_parameter(llama: Estimate) -> None:
+    assert llama.state_bytes_per_parameter == pytest.approx(16, rel=0.01)
+    assert llama.static_bytes == pytest.approx(16 * 8.03e9, rel=0.01)
+
+
+def test_a_llama_of_8b_takes_no_memory(llama: Estimate) -> None:
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert highest < 8 * GIB < llama.categories["parameters"] < llama.peak_bytes
+
+
+def test_a_llama_of_8b_fits_nowhere_as_it_is(llama: Estimate) -> None:
+    ways = {card.name: card.way for card in llama.cards}
+    assert not llama.fits
+    assert ways["RTX 4090"] == "stream"
+    assert ways["H200"] == "optimizer on host"
+    assert "fused=True" in " ".join(llama.notes), "its peak is the optimizer's copy"
+
+
+def test_attention_saves_no_scores(llama: Estimate) -> None:
+    """32 heads x 1024 x 1024 scores of two bytes would be 64 MiB more in every layer."""
+    layer = next(s for s in llama.segments if s.name == "model.layers.0")
+    twice_the_tokens = estimate(
+        "transformers:llama-8b",
+        batch=1,
+        seq=2048,
+        dtype="bf16",
+        overrides={"num_hidden_layers": "12"},
+    )
+    longer = next(s for s in twice_the_tokens.segments if s.name == "model.layers.0")
+    casts = 416 * MIB  # of the layer's weights to bf16, the same for any length
+    assert (longer.saved_bytes - casts) / (layer.saved_bytes - casts) == pytest.approx(2, rel=0.02)
+
+
+def test_autocast_keeps_norms_and_losses_in_fp32() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = self.linear(x)
+            seen.append((made.dtype, self.norm(made).dtype, made.softmax(-1).dtype))
+            return self.norm(made)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch).sum()
+
+    def build() -> Workload:
+        model = Net()
+        return Workload(model, loss, torch.optim.SGD(model.parameters()), torch.ones(8, 64))
+
+    seen: list[tuple[torch.dtype, ...]] = []
+    estimate(build)
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}
+
+
+def test_categories_sum_to_the_peak_and_ways_need_ever_less(small: Estimate) -> None:
+    assert sum(small.categories.values()) == small.peak_bytes == small.needs.plain_bytes
+    sizes = small.needs.in_order()
+    assert list(sizes) == sorted(sizes, reverse=True)
+    assert small.needs.recompute_bytes < small.needs.plain_bytes
+    layers = [s for s in small.segments if s.name.startswith("layers.")]
+    assert len(layers) == 4 and len({s.saved_bytes for s in layers}) == 1
+    assert small.flops > 0 and small.moved_bytes > small.peak_bytes
+
+
+def test_every_card_is_answered_unless_one_is_named(small: Estimate) -> None:
+    assert [card.name for card in small.cards] == [card.name for card in CARDS]
+    assert all(card.fits and card.headroom_bytes > 0 for card in small.cards)
+    assert all(card.guessed_step_s is not None for card in small.cards)
+    one = estimate("encoder", "rtx4090", batch=2, seq=16, overrides=SMALL)
+    assert [card.name for card in one.cards] == ["RTX 4090"]
+
+
+@pytest.mark.parametrize("device", ["2MiB", 2 * MIB])
+def test_a_budget_is_bytes(device: str | int) -> None:
+    made = estimate("encoder", device, batch=8, seq=64, overrides=SMALL)
+    (only,) = made.cards
+    assert (only.usable_bytes, only.way, only.guessed_step_s) == (2 * MIB, None, None)
+    assert not made.fits and only.headroom_bytes < 0
+
+
+def test_the_first_way_that_fits_is_taken() -> None:
+    needs = Needs(400, 300, 200, 100)
+    for way, size in zip(WAYS, needs.in_order(), strict=True):
+        assert first_way(needs, int(size * 1.03)) == way
+    assert first_way(needs, 100) is None, "the allocator needs a little more than its tensors"
+
+
+def test_json_round_trip(small: Estimate) -> None:
+    assert from_data(Estimate, json.loads(json.dumps(to_data(small)))) == small
+    printed = json.loads(json.dumps(small.to_json()))
+    assert (printed["schema_version"], printed["fits"]) == (1, True)
+    assert printed["cards"][0]["headroom_bytes"] == small.cards[0].headroom_bytes
+
+
+def test_a_workload_of_fake_tensors_is_taken_as_it_is(small: Estimate) -> None:
+    with torch._subclasses.FakeTensorMode():
+        workload = resolve_target("encoder", batch=8, seq=64, overrides=SMALL)
+    assert estimate(workload) == small
+
+
+def test_blocks_called_twice_are_two_segments(zoo: SimpleNamespace) -> None:
+    made = estimate(lambda: zoo.workload(zoo.Reused))
+    assert {"blocks.0#1", "blocks.0#2"} <= {segment.name for segment in made.segments}
+
+
+def test_unknown_cards_and_sizes_are_refused() -> None:
+    with pytest.raises(UsageError, match="unknown card"):
+        estimate("encoder", "rtx9999")
+    with pytest.raises(UsageError, match="not a budget"):
+        estimate("encoder", 0)
+
+
+def test_options_belong_to_a_name(zoo: SimpleNamespace) -> None:
+    with pytest.raises(UsageError, match="batch can be given with a target's name only"):
+        estimate(zoo.workload(zoo.Stack), batch=4)
+
+
+def test_a_workload_on_meta_is_refused() -> None:
+    workload = resolve_target("encoder", device="meta", overrides=SMALL)
+    with pytest.raises(UsageError, match="meta device"):
+        estimate(workload)
+
+
+def test_shapes_that_follow_from_data_are_refused(zoo: SimpleNamespace) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        made = model(batch)
+        return made[made > 0].sum()
+
+    with pytest.raises(ModelError, match="shape that depends on the data"):
+        estimate(lambda: zoo.workload(zoo.Stack, loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("make", "state_bytes"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters), 8),
+        (lambda parameters: torch.optim.Adagrad(parameters), 12),
+        (lambda parameters: torch.optim.AdamW(parameters, fused=True), 16),
+        (lambda parameters: torch.optim.Adam(parameters, capturable=True), 16),
+    ],
+    ids=["sgd", "adagrad", "fused", "capturable"],
+)
+def test_state_of_optimizers(make: Any, state_bytes: int) -> None:
+    def build() -> Workload:
+        workload = resolve_target("encoder", batch=2, seq=16)
+        workload.optimizer = make(workload.model.parameters())
+        return workload
+
+    assert estimate(build).state_bytes_per_parameter == pytest.approx(state_bytes, rel=0.01)
+
+
+def test_a_compiled_model_is_refused(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    workload.model.head.compile(backend="eager")
+    with pytest.raises(UsageError, match=r"torch\.compile"):
+        estimate(workload)
