@@ -24,6 +24,7 @@ VERBS = {
     "profile": f"{TARGET} --segments --executor --accumulate --all --output -o",
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
     "--steps",
+    "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
     "doctor": "--json --verbose -v",
     "init": "file --json --verbose -v",
 }

@@ -1,0 +1,56 @@
+"""`memfit estimate`: tables, JSON and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+from memfit.ir.cards import CARDS
+
+
+def test_estimate_lists_every_card(memfit, tiny):
+    result = memfit("estimate", *without_device(tiny))
+    assert result.exit_code == 0, result.stderr
+    assert all(card.name in result.stdout for card in CARDS)
+    for word in ("peak of the step", "bytes per parameter", "layers.0 .. 1 (2)", "as it is"):
+        assert word in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("next, on the card: memfit plan encoder")
+
+
+def test_estimate_for_one_card_as_json(memfit, tiny):
+    result = memfit("estimate", *without_device(tiny), "--gpu", "rtx4090", "--json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert (data["schema_version"], data["fits"]) == (1, True)
+    (card,) = data["cards"]
+    assert (card["name"], card["way"], card["fits"]) == ("RTX 4090", "plain", True)
+    assert sum(data["categories"].values()) == data["peak_bytes"]
+
+
+def test_a_step_that_does_not_fit_is_exit_code_1(memfit, tiny):
+    result = memfit("estimate", *without_device(tiny), "--budget", "1MiB")
+    assert result.exit_code == 1
+    assert "1.00 MiB" in result.stdout
+
+
+def test_estimate_of_a_file(memfit, workload_file):
+    result = memfit("estimate", workload_file(), "--gpu", "T4")
+    assert result.exit_code == 0, result.stderr
+    assert "Sequential with 25 parameters" in result.stdout
+
+
+def test_wrong_words_are_refused(memfit, tiny):
+    target = without_device(tiny)
+    for words, message in (
+        (["--gpu", "rtx9999"], "unknown card 'rtx9999'"),
+        (["--gpu", "4090", "--budget", "1GiB"], "exclude each other"),
+        (["--budget", "much"], "not a number of bytes"),
+        (["--budget", "0"], "not a budget"),
+    ):
+        result = memfit("estimate", *target, *words)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def without_device(words: list[str]) -> list[str]:
+    place = words.index("--device")
+    return words[:place] + words[place + 2 :]
