@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +309,14 @@ def test_auto_and_utilization_are_of_the_device() -> None:
     facts: Any = SimpleNamespace(capacity_bytes=1000, free_bytes=500, name="card")
     assert finder.resolve_bytes(None, 0.8, facts) == 800
     assert finder.resolve_bytes("auto", None, facts) == 485
+
+
+def test_on_a_cpu_no_more_is_run_than_is_free(monkeypatch) -> None:
+    facts = replace(finder.device_facts(torch.device("cpu")), free_bytes=MIB)
+    monkeypatch.setattr(finder, "device_facts", lambda device: facts)
+    found = find_batch_size(workload(), "2MiB", steps=1, max_size=9)
+    assert found.budget_bytes == int(0.97 * MIB)
+    assert "2.00 MiB asked for, but 993.28 KiB are free" in found.notes
 
 
 def test_rebatch_repeats_and_cuts_what_has_the_leading_size() -> None:

@@ -52,8 +52,13 @@ def find_batch_size(
     if make_batch is None:
         batch_size_of(workload.batch)  # refuses a batch that cannot be resized
         make_batch = partial(rebatch, workload.batch)
-    setting = prefer_expandable_segments(workload.device)
-    notes = [] if setting is None else [setting]
+    notes: list[str] = []
+    if (setting := prefer_expandable_segments(workload.device)) is not None:
+        notes.append(setting)
+    if (free := int(AUTO_SHARE * device.free_bytes)) < budget_bytes and device.type == "cpu":
+        # No cap holds there: the system would end the process.
+        notes.append(f"{format_bytes(budget_bytes)} asked for, but {format_bytes(free)} are free")
+        budget_bytes = free
 
     def run(size: int) -> BatchTrial:
         say(f"running a batch of {size}")
@@ -78,7 +83,14 @@ def find_batch_size(
     if not with_plan:
         return found
     return largest_planned(
-        workload, found, make_batch, allow=allow, executor=executor, steps=steps, progress=progress
+        workload,
+        found,
+        make_batch,
+        max_size=max_size,
+        allow=allow,
+        executor=executor,
+        steps=steps,
+        progress=progress,
     )
 
 

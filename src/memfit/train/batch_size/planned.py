@@ -25,6 +25,7 @@ def largest_planned(
     found: BatchSizes,
     make_batch: Callable[[int], Any],
     *,
+    max_size: int,
     allow: str | Sequence[str] | None,
     executor: str | None,
     steps: int,
@@ -43,7 +44,7 @@ def largest_planned(
         say(f"planning a batch of {size}")
         sized = replace(workload, batch=make_batch(size))
         points.append((size, _smallest_budget(sized, **options)))
-    size = predicted = _largest(points, budget)
+    size = predicted = min(_largest(points, budget), max_size)
     for _ in range(MAX_FITS):
         if size <= plain:
             break

@@ -54,7 +54,7 @@ def run_trial(
     trial = attempt(budget_bytes)
     if trial.holds or workload.device.type != "cuda":
         return trial
-    return replace(attempt(None), holds=False)
+    return replace(attempt(None), holds=False, step_s=None)
 
 
 def _attempt(
