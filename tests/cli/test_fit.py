@@ -176,3 +176,17 @@ def test_output_of_fit_is_not_lost_in_a_missing_folder(memfit, tiny, tmp_path: P
     result = memfit("fit", *tiny, "--budget", "90%", "-o", tmp_path / "no" / "run.json")
     assert result.exit_code == 2
     assert "there is no folder" in result.stderr
+
+
+def test_techniques_of_the_step_are_told_and_left_out_of_the_sweep(memfit):
+    sizes = "--set n_layer=2 --set n_embd=32 --set n_head=2 --set vocab_size=2000"
+    ran = memfit(
+        *f"fit transformers:gpt2 --batch 4 --seq 32 {sizes} --budget 60% --steps 1".split(),
+        *"--executor module --allow +offload,+tiled_loss".split(),
+    )
+    assert ran.exit_code == 0, ran.stderr
+    assert "tiled_loss: taken" in " ".join(ran.stdout.split())
+    last = ran.stdout.strip().splitlines()[-1]
+    assert "--sweep" in last and "--allow +offload" in last and "tiled_loss" not in last
+    swept = memfit("plan", "encoder", "--sweep", "--allow", "+tiled_loss")
+    assert swept.exit_code == 2 and "tiled_loss" in swept.stderr

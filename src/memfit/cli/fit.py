@@ -149,7 +149,7 @@ def _show(
     else:
         rates = fitted.profile.copy if could_move else None
         session.show(*fit_report(result, fitted.plan, rates))
-        same = [*goal.setup_words(), *accumulating(fitted.profile.accumulate)]
+        same = [*goal.sweep_words(), *accumulating(fitted.profile.accumulate)]
         session.line(summary_line(result, what.command("plan", "--sweep", *same)))
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)

@@ -176,6 +176,13 @@ class GoalOptions:
         moves = any("offload" in NEEDS.get(name, ()) for name in self._strategies)
         return self._shared_words(["+offload"] if moves and not self.allow else self.allow)
 
+    def sweep_words(self) -> list[str]:
+        """Those words for a sweep, which plans activations only."""
+        from memfit.planning.techniques import STEP
+
+        names = [n for n in self._techniques() or () if n.removeprefix("+") not in STEP]
+        return replace(self, allow=names).setup_words()
+
     def _shared_words(self, allow: Sequence[str]) -> list[str]:
         sizes = {
             "--min-tensor-bytes": self.min_tensor_bytes,
