@@ -423,6 +423,21 @@ def test_a_refused_plan_is_tried_smaller_and_at_last_given_up(monkeypatch) -> No
     assert found.planned is None and "no plan was found" in found.notes[-1]
 
 
+def test_a_fit_that_runs_out_of_memory_is_tried_smaller(monkeypatch) -> None:
+    made = workload()
+    budget = peak_of(made, 64)
+    fitted = plans(monkeypatch, lambda n: budget * (n + 20) // 120)
+
+    def make(size: int) -> Any:
+        if size > 95:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rebatch(made.batch, size)
+
+    found = find_batch_size(made, budget, steps=1, with_plan=True, make_batch=make)
+    assert found.planned is not None and fitted == [found.planned.size]
+    assert found.planned.size <= 95 < found.planned.predicted_size
+
+
 def test_a_real_plan_is_verified() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]

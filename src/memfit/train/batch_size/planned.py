@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from memfit import api
-from memfit.errors import DeviceMemoryError, InfeasibleError
+from memfit.errors import DeviceMemoryError, HostMemoryError, InfeasibleError
 from memfit.ir.batch_size import BatchSizes, PlannedBatch
 from memfit.ir.result import Result
 from memfit.train.batch_size.predict import STEP_BACK, Point, extrapolate
@@ -17,6 +19,7 @@ from memfit.workload import Workload
 Progress = Callable[[str], None]
 MARGIN = 1.02  # the smallest budget of all leaves the machine nothing to differ in
 MAX_FITS = 3
+TOO_LARGE = (InfeasibleError, DeviceMemoryError, HostMemoryError, torch.OutOfMemoryError)
 SMALL = 8  # from this size on, plans of fractions of it say enough
 
 
@@ -49,11 +52,11 @@ def largest_planned(
         if size <= plain:
             break
         say(f"fitting a batch of {size}")
-        sized = replace(workload, batch=make_batch(size))
         try:
+            sized = replace(workload, batch=make_batch(size))
             with api.fit_workload(sized, budget, steps=steps, **options) as fitted:
                 return replace(found, planned=_planned(fitted.result, size, predicted))
-        except (InfeasibleError, DeviceMemoryError) as error:
+        except TOO_LARGE as error:
             minimum = error.minimum_bytes if isinstance(error, InfeasibleError) else None
             if minimum is not None and minimum > budget:
                 points = sorted([*points, (size, minimum)])
