@@ -64,5 +64,5 @@ def _kind(func: Any, tensors: list[torch.Tensor]) -> str:
     dtype = tensors[0].dtype if tensors else torch.float32
     if dtype in _HALF:
         return "fp16" if dtype is torch.float16 else "bf16"
-    tf32 = "convolution" in func.name() or torch.get_float32_matmul_precision() != "highest"
+    tf32 = "convolution" in func.name() or torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "fp32"

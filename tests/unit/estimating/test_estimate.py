@@ -192,3 +192,16 @@ def test_a_compiled_model_is_refused(zoo: SimpleNamespace) -> None:
     workload.model.head.compile(backend="eager")
     with pytest.raises(UsageError, match=r"torch\.compile"):
         estimate(workload)
+
+
+def test_the_guess_knows_what_torch_may_use_for_fp32() -> None:
+    def guess() -> float | None:
+        return estimate("encoder", "a100", batch=64, seq=128).cards[0].guessed_step_s
+
+    plain = guess()
+    torch.set_float32_matmul_precision("high")
+    try:
+        faster = guess()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert faster is not None and plain is not None and faster < plain
