@@ -33,9 +33,12 @@ from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.measure.timing import Inside, time_interleaved
+from memfit.planning.techniques import STEP
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
+from memfit.runtime.setup import Setup
 from memfit.targets import resolve_target
+from memfit.whole_step import setup_of, tile_for
 
 SHARES = (0.8, 0.6, 0.5, 0.4)
 WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
@@ -61,6 +64,8 @@ def main() -> None:
     parser.add_argument("--whole", nargs="*", type=float, default=[], metavar="BUDGET")
     parser.add_argument("--block", nargs="*", type=float, default=[0.5, 0.2, 0.05])
     parser.add_argument("--no-whole", action="store_true", help="no whole-model torch.compile")
+    parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
+    parser.add_argument("--budgets", nargs="*", type=float, metavar="GB", help="of 10^9 bytes")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -88,14 +93,22 @@ class Comparison:
     ) -> None:
         self.name, self.rows, self.arguments, self.save = name, rows, arguments, save
         target, options, self.budgets = WORKLOADS[name]
+        if arguments.budgets is not None:
+            self.budgets = tuple(int(gb * 10**9) for gb in arguments.budgets)
         self.workload = resolve_target(target, device="cuda", **options)
         self.systems: dict[str, Step] = {}
+        self.setup: Setup | None = None
 
     def run(self) -> None:
         """Fit, build the peers, then time everything in turn."""
         begun = time.perf_counter()
         profile = memfit.profile(self.workload)
         self.rows["profile_s"] = time.perf_counter() - begun
+        if self.arguments.setup:
+            tile_bytes = tile_for(min(self.budgets, default=None))
+            self.setup = setup_of(self.arguments.setup, self.workload, profile, tile_bytes)
+            self.rows["setup"] = self.arguments.setup
+            profile = memfit.profile(self.workload, setup=self.setup)
         plans = self._fit_all(profile)
         if self.rows["systems"]:
             return
@@ -157,8 +170,11 @@ class Comparison:
         if some is not None:
             unplanned = Applied(some.unplanned(), model)
             self.systems["memfit unplanned"] = self._inside(lambda: unplanned)
+            if self.setup is not None:
+                as_set_up = Applied(some.unplanned(), model, self.setup)
+                self.systems["memfit unplanned, set up"] = self._inside(lambda: as_set_up)
         for key, plan in plans.items():
-            applied = Applied(plan, model)
+            applied = Applied(plan, model, self.setup)
             self.systems[f"memfit {key}"] = self._inside(lambda applied=applied: applied)
 
     def _add_peers(self, blocks: Sequence[str]) -> None:

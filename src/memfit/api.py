@@ -170,9 +170,10 @@ def fit_workload(
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
 
-    `profiled` is a profile of this very workload, if there is one. `steps` are timed. `accumulate`
-    is how many batches each optimizer step will see. The model, the optimizer and the RNG are as
-    before when it returns; only the plan is at work.
+    `profiled` is a profile of this very workload, if there is one; a set-up that was at work then
+    is at work again, and no other is tried. `steps` are timed. `accumulate` is how many batches
+    each optimizer step will see. The model, the optimizer and the RNG are as before when it
+    returns; only the plan is at work.
     """
     say = progress or (lambda text: None)
     if activation_reduction is not None and budget == "auto":
@@ -202,7 +203,9 @@ def fit_workload(
     base = measured
 
     measure = _measuring(workload, base, segments, progress)
-    if plan is None:
+    if base.setup:  # as it was profiled
+        whole = Whole(setup_of(base.setup, workload, base, base.tile_bytes), base)
+    elif plan is None:
         whole = choose_setup(workload, base, goal, measure)
     else:
         given = setup_of(plan.setup, workload, base, plan.tile_bytes)

@@ -12,6 +12,7 @@ import memfit
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
+from memfit.runtime.setup import Setup
 from memfit.targets import resolve_target
 from memfit.workload import Workload
 
@@ -106,6 +107,16 @@ def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
     with memfit.apply(again, workload.model):
         assert workload.model(**workload.batch).logits is None
     assert workload.model(**workload.batch).logits is not None
+
+
+def test_a_profile_with_a_set_up_is_fitted_with_it() -> None:
+    workload = wide()
+    setup = Setup(("step_in_backward",), workload.model, workload.optimizer)
+    profile = memfit.profile(workload, executor="module", setup=setup)
+    with fit_workload(workload, "100%", profiled=profile, steps=1) as fitted:
+        assert fitted.plan.setup == ("step_in_backward",)
+        assert fitted.applied.setup is not None and fitted.applied.setup.in_backward is not None
+    assert not any(p._post_accumulate_grad_hooks for p in workload.model.parameters())
 
 
 def test_what_cannot_be_had_is_said() -> None:

@@ -1,0 +1,129 @@
+"""The rest of the step on a GPU: loss in tiles, stepping in backward, state on the host."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import memfit
+from memfit.measure.memory import measure_peak, memory_cap
+from memfit.measure.step import run_step, untouched
+from memfit.planning.techniques import STEP
+from memfit.runtime.setup import Setup
+from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+SIZES = {"n_layer": "4", "n_embd": "256", "n_head": "4", "vocab_size": "20000"}
+MODULES = tuple(f"transformer.h.{n}" for n in range(4))
+SUBSETS = list(chain.from_iterable(combinations(STEP, n) for n in range(1, len(STEP) + 1)))
+ROWS, WIDTH, VOCAB = 2048, 256, 20001
+MIB = 2**20
+
+
+def gpt2(dtype: str = "bf16") -> Workload:
+    return resolve_target(
+        "transformers:gpt2",
+        device="cuda",
+        batch=8,
+        seq=256,
+        dtype=dtype,
+        overrides=SIZES,
+        optimizer="adamw",
+    )
+
+
+def head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=dtype).mul_(0.05).requires_grad_()
+    labels = torch.randint(VOCAB, (ROWS,), device="cuda")
+    labels[::7] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_give_the_loss_and_its_gradients(dtype: torch.dtype, compiled: bool) -> None:
+    hidden, weight, labels = head(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected = functional.cross_entropy(exact[0] @ exact[1].T, labels)
+    expected.backward()
+    loss = tiled_cross_entropy(hidden, weight, labels, tile=300, compiled=compiled)
+    loss.backward()
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    assert abs(loss.item() / expected.item() - 1) < tolerance
+    for made, reference in zip((hidden, weight), exact, strict=True):
+        assert made.grad is not None and reference.grad is not None
+        error = (made.grad.double() - reference.grad).norm() / reference.grad.norm()
+        assert error < tolerance
+
+
+def test_full_logits_never_exist() -> None:
+    hidden, weight, labels = head(torch.bfloat16)
+    tiled_cross_entropy(hidden, weight, labels, tile_bytes=8 * MIB).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    tiled_cross_entropy(hidden, weight, labels, tile_bytes=8 * MIB).backward()
+    logits = 4 * ROWS * VOCAB
+    assert torch.cuda.max_memory_allocated() - before < 0.6 * logits
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids=",".join)
+def test_training_goes_on_as_without_it(names: tuple[str, ...]) -> None:
+    workload = gpt2("fp32")
+
+    def trained(setup: Setup | None) -> list[torch.Tensor]:
+        with untouched(workload):
+            if setup is not None:
+                setup.install()
+            for _ in range(3):
+                run_step(workload)
+            if setup is not None:
+                setup.undo()
+            return [p.detach().clone() for p in workload.model.parameters()]
+
+    workload.model.eval()  # no dropout: attention draws no numbers
+    expected, again = trained(None), trained(None)
+    itself = max(_apart(a, b) for a, b in zip(expected, again, strict=True))
+    actual = trained(Setup(names, workload.model, workload.optimizer, MODULES, 4 * MIB))
+    apart = max(_apart(a, b) for a, b in zip(expected, actual, strict=True))
+    assert apart <= (5e-3 if "tiled_loss" in names else 2 * itself)
+
+
+def test_state_and_gradients_leave_the_device() -> None:
+    workload = gpt2()
+    with untouched(workload):
+        run_step(workload)
+        plain = measure_peak(workload, lambda: run_step(workload)).bytes
+    setup = Setup(STEP, workload.model, workload.optimizer, MODULES, 8 * MIB)
+    state = 8 * sum(p.numel() for p in workload.model.parameters())
+    with untouched(workload), setup:
+        run_step(workload)
+        run_step(workload)
+        peak = measure_peak(workload, lambda: run_step(workload)).bytes
+    assert peak < plain - state // 2
+
+
+@pytest.mark.parametrize("executor", ["module", "graph", "inductor"])
+def test_a_budget_with_everything_holds_under_the_cap(executor: str) -> None:
+    workload = gpt2()
+    allow = ",".join(f"+{name}" for name in STEP)
+    with memfit.fit_workload(workload, "45%", allow=allow, executor=executor, steps=3) as fitted:
+        result = fitted.result
+        assert "tiled_loss" in fitted.plan.setup, result.notes
+        assert result.measured.peak_reserved_bytes <= result.budget_bytes
+        assert result.measured.retries == 0
+        assert abs(result.peak_error) < 0.03
+        assert result.numerics.agree or not result.numerics.repeatable, result.numerics
+        with memory_cap(workload.device, result.budget_bytes):
+            for _ in range(3):
+                assert torch.isfinite(fitted.step(workload.batch))
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm().clamp_min(1e-12))
