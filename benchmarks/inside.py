@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import InfeasibleError, MemfitError
+from memfit.fitted import Fitted
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
@@ -270,7 +271,7 @@ def _memory_budget(budget: float) -> AbstractContextManager[Any]:
     return functorch_config.patch(activation_memory_budget=budget)
 
 
-def _fit_row(fitted: memfit.Fitted) -> dict[str, Any]:
+def _fit_row(fitted: Fitted) -> dict[str, Any]:
     result, plan = fitted.result, fitted.plan
     return {
         "budget_bytes": result.budget_bytes,

@@ -4,36 +4,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.api import apply, fit, fit_workload, plan, profile
-    from memfit.errors import InfeasibleError, MemfitError
-    from memfit.fitted import Fitted
+    from memfit.errors import InfeasibleError
+    from memfit.estimating.estimate import estimate
     from memfit.ir.plan import Plan
-    from memfit.ir.profile import Profile
     from memfit.runtime.pressure.valve import pressure
+    from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
+    from memfit.train.batch_size.find import find_batch_size
     from memfit.workload import Workload
 
 __version__ = "0.1.0"
 __all__ = [
-    "Fitted",
     "InfeasibleError",
-    "MemfitError",
     "Plan",
-    "Profile",
     "Workload",
     "apply",
+    "estimate",
+    "find_batch_size",
     "fit",
     "fit_workload",
     "plan",
     "pressure",
     "profile",
+    "tiled_cross_entropy",
 ]
 _MODULES = {
-    "Fitted": "memfit.fitted",
     "InfeasibleError": "memfit.errors",
-    "MemfitError": "memfit.errors",
     "Plan": "memfit.ir.plan",
-    "Profile": "memfit.ir.profile",
     "Workload": "memfit.workload",
+    "estimate": "memfit.estimating.estimate",
+    "find_batch_size": "memfit.train.batch_size.find",
     "pressure": "memfit.runtime.pressure.valve",
+    "tiled_cross_entropy": "memfit.runtime.tiled_loss.cross_entropy",
 }
 
 

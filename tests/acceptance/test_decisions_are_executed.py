@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
+from memfit.fitted import Fitted
 from memfit.ir.plan import KEEP, RECOMPUTE, Plan
 from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
@@ -217,7 +218,7 @@ def _numbers(
     return [*losses, *workload.model.state_dict().values()]
 
 
-def _run_again(fitted: memfit.Fitted) -> set[str]:
+def _run_again(fitted: Fitted) -> set[str]:
     """The operators that partly recomputed segments run again."""
     graphs = {graph.key: graph for graph in fitted.profile.graphs}
     found: set[str] = set()

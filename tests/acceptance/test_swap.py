@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import memfit
+from memfit.fitted import Fitted
 from memfit.ir.plan import OFFLOAD
 from memfit.report.decisions import decision_rows
 
@@ -19,13 +20,13 @@ pytestmark = pytest.mark.slow
 PREDICTION = 0.01  # as without copies: on the CPU every allocation is recorded
 
 
-def _fit(profiled: Any, budget: int | None, **options: Any) -> memfit.Fitted:
+def _fit(profiled: Any, budget: int | None, **options: Any) -> Fitted:
     return memfit.fit_workload(
         profiled.workload, budget, profiled=profiled.profile, steps=2, **options
     )
 
 
-def _check(fitted: memfit.Fitted) -> None:
+def _check(fitted: Fitted) -> None:
     result, swap = fitted.result, fitted.result.swap
     assert result.numerics.bitwise_vs_unplanned, result.numerics
     assert abs(result.peak_error) <= PREDICTION

@@ -18,20 +18,21 @@ from torch import nn
 
 import memfit
 from memfit import api
-from memfit.errors import InfeasibleError, PlanFileError, UsageError
+from memfit.errors import InfeasibleError, MemfitError, PlanFileError, UsageError
+from memfit.fitted import Fitted
 from memfit.measure.memory import Peak
 from memfit.verify.budget import BudgetCheck
 from memfit.workload import Workload
 
-Fit = Callable[..., memfit.Fitted]
+Fit = Callable[..., Fitted]
 
 
 @pytest.fixture
 def fit() -> Iterator[Fit]:
     """Fit a workload quickly; what is fitted is undone at the end."""
-    made: list[memfit.Fitted] = []
+    made: list[Fitted] = []
 
-    def run(workload: Workload, budget: Any = "80%", **options: Any) -> memfit.Fitted:
+    def run(workload: Workload, budget: Any = "80%", **options: Any) -> Fitted:
         fitted = memfit.fit_workload(workload, budget, steps=1, **options)
         made.append(fitted)
         return fitted
@@ -49,7 +50,7 @@ def _same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def _decides(fitted: memfit.Fitted) -> bool:
+def _decides(fitted: Fitted) -> bool:
     """Whether anything is recomputed: else nothing is tested."""
     return any(s.decision != "keep" for s in fitted.plan.segments)
 
@@ -210,7 +211,7 @@ def test_a_larger_batch_plans_again_once_and_is_cached(
     replans: list[int] = []
     replan = fitted._replan
 
-    def counted(workload: Workload) -> memfit.Fitted:
+    def counted(workload: Workload) -> Fitted:
         replans.append(len(workload.batch))
         return replan(workload)
 
@@ -415,5 +416,5 @@ def test_a_profile_is_used_again_and_another_workloads_refused(zoo: SimpleNamesp
         assert fitted.profile.graph is measured.graph, "not recorded again"
         assert replace(fitted.profile, known=()) == replace(measured, known=())
     other.batch = zoo.sequences(3)
-    with pytest.raises(memfit.MemfitError, match="not of this workload"):
+    with pytest.raises(MemfitError, match="not of this workload"):
         memfit.fit_workload(other, "90%", profiled=measured, steps=1)

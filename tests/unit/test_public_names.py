@@ -7,18 +7,18 @@ import pytest
 import memfit
 
 PUBLIC = [
-    "Fitted",
     "InfeasibleError",
-    "MemfitError",
     "Plan",
-    "Profile",
     "Workload",
     "apply",
+    "estimate",
+    "find_batch_size",
     "fit",
     "fit_workload",
     "plan",
     "pressure",
     "profile",
+    "tiled_cross_entropy",
 ]
 MOST_NAMES = 12
 

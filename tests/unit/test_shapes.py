@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
+from memfit.fitted import Fitted
 from memfit.ir.profile import CopyRates
 from memfit.measure.memory import measure_peak
 from memfit.runtime.compile import shapes
@@ -73,7 +74,7 @@ def _plain(model: nn.Module, loss_fn: Any) -> Step:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Iterator[tuple[memfit.Fitted, Step]]:
+def llama() -> Iterator[tuple[Fitted, Step]]:
     """A fitted Llama and the same one trained plainly."""
     model = _llama()
     plain = _plain(model, _next_word)
@@ -88,7 +89,7 @@ def _no_replan(*_: Any) -> Any:
     raise AssertionError("planned again")
 
 
-def test_twenty_random_lengths(llama: tuple[memfit.Fitted, Step]) -> None:
+def test_twenty_random_lengths(llama: tuple[Fitted, Step]) -> None:
     fitted, plain = llama
     fitted._replan = _no_replan
     segments = compiled_segments("graph")
@@ -129,7 +130,7 @@ def test_what_waits_on_the_host_does_so_for_every_length() -> None:
             assert _moves(fitted, plain, length) == moved
 
 
-def _moves(fitted: memfit.Fitted, plain: Step, length: int) -> int:
+def _moves(fitted: Fitted, plain: Step, length: int) -> int:
     """How many tensors one step on a batch of this length moves."""
     swap = fitted.applied.swap
     assert swap is not None
@@ -141,7 +142,7 @@ def _moves(fitted: memfit.Fitted, plain: Step, length: int) -> int:
 
 
 @pytest.mark.parametrize("rows, length", [(1, LENGTH), (ROWS, 1), (1, 1), (1, 7)])
-def test_a_size_of_one(llama: tuple[memfit.Fitted, Step], rows: int, length: int) -> None:
+def test_a_size_of_one(llama: tuple[Fitted, Step], rows: int, length: int) -> None:
     fitted, plain = llama
     fitted._replan = _no_replan
     batch = _tokens(length, rows)
@@ -153,7 +154,7 @@ def test_a_size_of_one(llama: tuple[memfit.Fitted, Step], rows: int, length: int
 
 
 def test_a_larger_batch_is_planned_once_and_switching_compiles_nothing(
-    llama: tuple[memfit.Fitted, Step], caplog: pytest.LogCaptureFixture
+    llama: tuple[Fitted, Step], caplog: pytest.LogCaptureFixture
 ) -> None:
     fitted, plain = llama
     segments = compiled_segments("graph")

@@ -14,6 +14,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import PlanFileError, UsageError
+from memfit.fitted import Fitted
 from memfit.report.plan import uncaptured_notes
 from memfit.workload import Workload
 
@@ -154,7 +155,7 @@ def _twins(zoo: SimpleNamespace, build: Build) -> tuple[Workload, Workload]:
     return plain, planned
 
 
-def _fit(workload: Workload) -> memfit.Fitted:
+def _fit(workload: Workload) -> Fitted:
     return memfit.fit_workload(workload, 10**9, strategy="all", executor="graph", steps=1)
 
 
