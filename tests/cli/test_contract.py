@@ -15,7 +15,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 TARGET = "target --batch --seq --dtype --optimizer --device --set --json --verbose -v"
 HOW = (
     "--strategy --interval --segments --allow --host-budget --accumulate --executor "
-    "--min-tensor-bytes"
+    "--min-tensor-bytes --preset --config"
 )
 GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {

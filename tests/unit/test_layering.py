@@ -46,11 +46,12 @@ ALLOWED: dict[str, set[str]] = {
     "verify": BASE | {"ir", "workload", "measure", "runtime"},
     "estimating": BASE | {"ir", "workload", "targets", "measure", "runtime", "capture"},
     "fitted": BASE | {"ir", "workload", "measure", "runtime"},
+    "config": BASE | {"planning"},
     "whole_step": BASE | {"ir", "workload", "planning", "runtime"},
     "api": BASE | STAGES | {"fitted", "whole_step"},
     "__init__": BASE | STAGES | {"api", "train"},
     "train": BASE | {"ir", "workload", "measure", "planning", "runtime", "api"},
-    "cli": BASE | STAGES | {"fitted", "api", "train", "__init__"},
+    "cli": BASE | STAGES | {"config", "fitted", "api", "train", "__init__"},
     "__main__": {"cli"},
 }
 # These hold plain data and arithmetic, so that a plan is tested in milliseconds, from JSON.

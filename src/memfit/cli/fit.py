@@ -14,11 +14,12 @@ from memfit.cli import options
 from memfit.cli.goal import GoalOptions, refuse_together
 from memfit.cli.output_file import check_file, write_json
 from memfit.cli.session import Session, opened
+from memfit.cli.starting import started
 from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
-    from memfit import Fitted
+    from memfit.fitted import Fitted
     from memfit.ir.plan import Plan
     from memfit.workload import Workload
 
@@ -45,6 +46,8 @@ def fit(
     host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
     accumulate: options.Accumulate = 1,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Steps of each kind to time.")
@@ -82,6 +85,7 @@ def fit(
             min_tensor_bytes,
             host_budget,
         )
+        what, goal, accumulate = started(what, goal, accumulate, preset, config)
         plan = _checked(goal, plan_file, output)
         if plan is not None:
             goal = replace(goal, executor=plan.executor)

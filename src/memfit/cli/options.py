@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -121,6 +122,25 @@ Allow = Annotated[
         metavar="TECHNIQUE",
         help="Techniques a plan may use: recompute, offload, step_in_backward, tiled_loss, "
         "optimizer_offload (+NAME adds to the default: recompute); may be repeated.",
+        rich_help_panel=_HOW,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        metavar="NAME",
+        help="Start from conservative, balanced, aggressive or maximum, or from a recipe: "
+        "124m-4gib, 1b-16gib, 7b-24gib. What is given beside it goes first.",
+        rich_help_panel=_HOW,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Start from a TOML or JSON file of options; goes before --preset.",
         rich_help_panel=_HOW,
     ),
 ]

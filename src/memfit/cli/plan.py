@@ -12,6 +12,7 @@ from memfit.cli import options
 from memfit.cli.goal import GoalOptions
 from memfit.cli.output_file import check_file, write_json
 from memfit.cli.session import SCHEMA_VERSION, Session, opened
+from memfit.cli.starting import started
 from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
@@ -33,6 +34,8 @@ def plan(
     host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
+    preset: options.Preset = None,
+    config: options.ConfigFile = None,
     accumulate: options.Accumulate = 1,
     sweep: Annotated[
         bool,
@@ -82,6 +85,7 @@ def plan(
             min_tensor_bytes,
             host_budget,
         )
+        what, goal, accumulate = started(what, goal, accumulate, preset, config)
         _check(goal, sweep, {"--output": output, "--decisions": decisions})
         session.progress("loading torch")
         from memfit import api

@@ -1,0 +1,175 @@
+"""Named starting points for a fit, and files that keep one: typed, checked, TOML or JSON.
+
+A preset says how far a fit may go, a recipe what a model of a size needs on a card of a size.
+What is given beside one (on the command line) goes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import UsageError
+from memfit.planning.budget import check_budget_text
+from memfit.planning.make_plan import Goal
+from memfit.planning.techniques import allowed_techniques
+from memfit.units import parse_bytes
+
+EXECUTORS = ("auto", "graph", "inductor", "module")
+DTYPES = ("fp32", "bf16", "fp16")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a fit is asked for; None and () leave a choice as usual."""
+
+    budget: str | int | None = None
+    utilization: float | None = None
+    max_slowdown: float | None = None
+    strategy: str | None = None
+    allow: tuple[str, ...] = ()
+    host_budget: str | int | None = None
+    executor: str | None = None
+    min_tensor_bytes: str | int | None = None
+    accumulate: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def over(self, base: Config) -> Config:
+        """This one, with what it leaves open taken from `base`."""
+        given = {name: value for name, value in asdict(self).items() if value not in (None, ())}
+        goal = {"budget", "utilization"}
+        if goal & given.keys():  # they exclude each other
+            base = replace(base, budget=None, utilization=None)
+        return replace(base, **given)
+
+    def to_toml(self) -> str:
+        """The fields that are set, as TOML."""
+        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self._set().items())
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return self._set()
+
+    def save(self, path: Path) -> None:
+        """Write it as TOML, or as JSON where the name ends so."""
+        text = json.dumps(self._set(), indent=2) + "\n" if _is_json(path) else self.to_toml()
+        path.write_text(text)
+
+    def _set(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in _FIELDS}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value not in (None, ())
+        }
+
+
+_FIELDS = tuple(field.name for field in fields(Config))
+_NUMBERS = {"utilization": float, "max_slowdown": float}
+_COUNTS = ("accumulate", "batch", "seq")
+
+
+def named(name: str) -> Config:
+    """The preset or recipe of this name."""
+    known = PRESETS | RECIPES
+    if name in UNREACHED:
+        raise UsageError(
+            f"{name} cannot be had: {UNREACHED[name]}",
+            hint="a smaller model; memfit estimate says what one needs",
+        )
+    if name not in known:
+        raise UsageError(f"unknown preset {name!r}", hint=f"one of: {', '.join(known)}")
+    return known[name]
+
+
+def load(path: Path) -> Config:
+    """The configuration in a TOML or JSON file."""
+    try:
+        text = path.read_text()
+        data = json.loads(text) if _is_json(path) else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {error}", hint="a file of lines such as budget = '12GiB'"
+        ) from error
+    return from_data(data, str(path))
+
+
+def from_data(data: Any, where: str = "the configuration") -> Config:
+    """The configuration in a table of fields; unknown ones are refused."""
+    if not isinstance(data, dict):
+        raise UsageError(f"{where} holds no fields", hint="lines such as budget = '12GiB'")
+    unknown = [name for name in data if name not in _FIELDS]
+    if unknown:
+        raise UsageError(
+            f"{where} has an unknown field {unknown[0]!r}", hint=f"known: {', '.join(_FIELDS)}"
+        )
+    allow = data.get("allow", ())
+    names = allow.split(",") if isinstance(allow, str) else allow
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+        raise UsageError(f"allow is {allow!r}", hint='a list of names: allow = ["recompute"]')
+    return Config(**{**data, "allow": tuple(names)})
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix == ".json"
+
+
+def _check(config: Config) -> None:
+    """Refuse values that mean nothing, before anything is measured."""
+    if config.budget is not None and config.utilization is not None:
+        raise UsageError("budget and utilization exclude each other", hint="give one of them")
+    if config.budget is not None:
+        check_budget_text(config.budget)
+    for name in _NUMBERS:
+        value = getattr(config, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise UsageError(f"{name} is {value!r}", hint="a number, such as 1.2")
+    if config.utilization is not None and not 0 < config.utilization <= 1:
+        raise UsageError(f"utilization is {config.utilization}", hint="0.8 is 80 % of the device")
+    for name in _COUNTS:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}", hint="a whole number, 1 or more")
+    for name in ("host_budget", "min_tensor_bytes"):
+        if getattr(config, name) is not None:
+            parse_bytes(getattr(config, name))
+    for name, known in (("executor", EXECUTORS), ("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+        value = getattr(config, name)
+        if value is not None and value not in known:
+            raise UsageError(f"{name} is {value!r}", hint=f"one of: {', '.join(known)}")
+    allowed_techniques(config.allow or None)
+    Goal(strategy=config.strategy or "optimal", max_slowdown=config.max_slowdown)
+
+
+PRESETS = {
+    # Only what costs little: numbers bit for bit the same.
+    "conservative": Config(allow=("recompute",), max_slowdown=1.10),
+    # Whatever is exact, as long as the step takes at most a third longer.
+    "balanced": Config(allow=("recompute", "offload", "step_in_backward"), max_slowdown=1.33),
+    # The loss in tiles, too; a step may take twice as long.
+    "aggressive": Config(
+        allow=("recompute", "offload", "step_in_backward", "tiled_loss"), max_slowdown=2.0
+    ),
+    # Everything that there is, at any cost in time.
+    "maximum": Config(
+        allow=("recompute", "offload", "step_in_backward", "tiled_loss", "optimizer_offload")
+    ),
+}
+_LANGUAGE = Config(dtype="bf16", optimizer="adamw")
+RECIPES = {
+    "124m-4gib": replace(_LANGUAGE, budget="4GiB", batch=8, seq=1024).over(PRESETS["balanced"]),
+    "1b-16gib": replace(_LANGUAGE, budget="16GiB", batch=1, seq=2048).over(PRESETS["maximum"]),
+    "7b-24gib": replace(_LANGUAGE, budget="24GiB", batch=1, seq=2048).over(PRESETS["maximum"]),
+}
+# Sizes whose parameters alone are larger than the card: nothing here can help them.
+UNREACHED = {"50b-24gib": "the parameters alone are larger than the budget"}
