@@ -29,7 +29,7 @@ from memfit.units import format_bytes, parse_bytes
 from memfit.verify.budget import BudgetCheck, check_budget
 from memfit.verify.numerics import check_numerics, check_parameters
 from memfit.verify.speed import Speed, compare_speed
-from memfit.whole_step import Measure, Whole, beside, choose_setup, setup_of
+from memfit.whole_step import Measure, beside, whole_step
 from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
@@ -101,15 +101,15 @@ def plan(
         budget = "auto"
     resolved = None if budget is None else resolve_budget(budget, base)
     goal = replace(goal, budget_bytes=resolved)
-    if not set(STEP) & set(goal.techniques):
-        return make_plan(base, goal)
     if isinstance(what, Profile):
+        if not set(STEP) & set(goal.techniques):
+            return make_plan(base, goal)
         raise UsageError(
             f"{', '.join(t for t in STEP if t in goal.techniques)}: tried by running the step, and "
             "here is only its profile",
             hint="give memfit.plan the Workload, or leave them out",
         )
-    whole = choose_setup(what, base, goal, _measuring(what, base, segments, progress))
+    whole = whole_step(what, base, goal, None, _measuring(what, base, segments, progress))
     return beside(base, make_plan(whole.profile, goal), whole.notes)
 
 
@@ -201,16 +201,8 @@ def fit_workload(
         resolved = None if budget is None else resolve_budget(budget, measured)
         goal = replace(goal, budget_bytes=resolved)
     base = measured
-
-    measure = _measuring(workload, base, segments, progress)
-    if base.setup:  # as it was profiled
-        whole = Whole(setup_of(base.setup, workload, base, base.tile_bytes), base)
-    elif plan is None:
-        whole = choose_setup(workload, base, goal, measure)
-    else:
-        given = setup_of(plan.setup, workload, base, plan.tile_bytes)
-        whole = Whole(given, measure(given) if plan.setup else base)
-    setup = whole.setup if whole.setup.techniques else None
+    whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
+    setup = whole.setup
     measured, made, check, rounds, notes = _hold(workload, whole.profile, goal, plan, setup, say)
     made = beside(base, made, whole.notes)
     planned = Applied(made, workload.model, setup)

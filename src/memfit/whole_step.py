@@ -34,7 +34,7 @@ SMALLEST_TILE, LARGEST_TILE = 2**18, 2**28
 class Whole:
     """A way to run the whole step: its set-up, the profile with it, and why each was taken."""
 
-    setup: Setup
+    setup: Setup | None
     profile: Profile
     notes: tuple[str, ...] = ()
 
@@ -52,8 +52,21 @@ class _Tried:
         return baseline_peak_bytes(self.profile) if self.plan is None else 0
 
 
-def choose_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
-    """The set-up with the fastest plan, of the techniques that the goal allows."""
+def whole_step(
+    workload: Workload, base: Profile, goal: Goal, plan: Plan | None, measure: Measure
+) -> Whole:
+    """The set-up of a given plan or of the profile, or the best of what the goal allows."""
+    if base.setup:
+        return Whole(setup_of(base.setup, workload, base, base.tile_bytes), base)
+    if plan is not None and plan.setup:
+        setup = setup_of(plan.setup, workload, base, plan.tile_bytes)
+        return Whole(setup, measure(setup))
+    if plan is not None or not set(STEP) & set(goal.techniques):
+        return Whole(None, base)
+    return _best_setup(workload, base, goal, measure)
+
+
+def _best_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
     tile_bytes = tile_for(goal.budget_bytes)
     setup, best = setup_of((), workload, base, tile_bytes), _tried(base, goal)
     notes: dict[str, str] = {}
@@ -83,7 +96,7 @@ def choose_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure
     said = tuple(f"{name}: {why}" for name, why in notes.items())
     if best.refusal is not None and said:
         _refuse(best.refusal, said)
-    return Whole(setup, best.profile, said)
+    return Whole(setup if setup.techniques else None, best.profile, said)
 
 
 def _refuse(refusal: InfeasibleError, tried: Sequence[str]) -> None:
