@@ -20,14 +20,15 @@ from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import STEP, techniques_for
+from memfit.planning.techniques import MICROBATCH, STEP, techniques_for
 from memfit.runtime.apply import Applied, check_plan
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import batch_signature, describe
+from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import format_bytes, parse_bytes
 from memfit.verify.budget import BudgetCheck, check_budget
-from memfit.verify.numerics import check_numerics, check_parameters
+from memfit.verify.numerics import check_numerics, check_parameters, check_split
 from memfit.verify.speed import Speed, compare_speed
 from memfit.whole_step import Measure, beside, whole_step
 from memfit.workload import LossFn, Workload
@@ -102,11 +103,11 @@ def plan(
     resolved = None if budget is None else resolve_budget(budget, base)
     goal = replace(goal, budget_bytes=resolved)
     if isinstance(what, Profile):
-        if not set(STEP) & set(goal.techniques):
+        tried = [t for t in (*STEP, MICROBATCH) if t in goal.techniques]
+        if not tried:
             return make_plan(base, goal)
         raise UsageError(
-            f"{', '.join(t for t in STEP if t in goal.techniques)}: tried by running the step, and "
-            "here is only its profile",
+            f"{', '.join(tried)}: tried by running the step, and here is only its profile",
             hint="give memfit.plan the Workload, or leave them out",
         )
     whole = whole_step(what, base, goal, None, _measuring(what, base, segments, progress))
@@ -120,6 +121,11 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
     keeps optimizer state on the host needs the optimizer.
     """
     check_plan(plan, model)
+    if plan.split > 1:
+        raise UsageError(
+            f"the plan runs a batch in {plan.split} parts, and here the loop gives whole ones",
+            hint="train by memfit.fit(...).step(batch), or plan without microbatch",
+        )
     if "step_in_backward" in plan.setup:
         raise UsageError(
             "the plan steps the optimizer in backward, and here backward is the loop's own",
@@ -184,7 +190,7 @@ def fit_workload(
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
     goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
     if plan is not None:
-        check_plan_for(plan, workload)
+        check_plan_for(plan, part_of(workload, plan.split))
         executor = plan.executor
     if accumulate < 1:
         raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
@@ -202,24 +208,30 @@ def fit_workload(
         goal = replace(goal, budget_bytes=resolved)
     base = measured
     whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
-    setup = whole.setup
-    measured, made, check, rounds, notes = _hold(workload, whole.profile, goal, plan, setup, say)
+    setup, part = whole.setup, part_of(workload, whole.split)
+    measured, made, check, rounds, notes = _hold(part, whole.profile, goal, plan, setup, say)
     made = beside(base, made, whole.notes)
     planned = Applied(made, workload.model, setup)
     unplanned = None
     if made.executor != "module":
         unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
-    numerics = check_numerics(workload, planned, unplanned)
+    numerics = check_numerics(part, planned, unplanned)
     if {"step_in_backward", "optimizer_offload"} & set(made.setup):
-        numerics = _with_parameters(workload, planned, numerics)
+        numerics = _with_parameters(part, planned, numerics)
+    if whole.split > 1:
+        numerics = check_split(workload, planned, numerics)
+        if unplanned is not None:  # by the code of whole batches
+            kept = make_plan(base, Goal(strategy="none"))
+            unplanned = Applied(kept.unplanned(), workload.model)
     say("timing steps")
     if planned.swap is not None:
         planned.swap.reset_statistics()
     speed = compare_speed(
-        workload,
+        part,
         planned,
         steps=steps,
+        whole=workload,
         unplanned=unplanned,
         accumulate=accumulate,
         baseline=base.baseline is not None,
@@ -234,34 +246,35 @@ def fit_workload(
             made.budget_bytes,
             steps=1,
             strategy=goal.strategy,
-            allow=goal.techniques,
+            allow=[t for t in goal.techniques if t != MICROBATCH],
             host_budget=goal.host_bytes,
             max_slowdown=max_slowdown,
             interval=interval,
             segments=segments,
             executor=measured.executor,
             min_tensor_bytes=min_tensor_bytes,
-            accumulate=accumulate,
+            accumulate=accumulate * made.split,
         )
 
-    return Fitted(workload, planned.install(), measured, result, replan, accumulate)
+    return Fitted(part, planned.install(), measured, result, replan, accumulate)
 
 
 def _measuring(
     workload: Workload, base: Profile, segments: Sequence[str] | None, progress: Progress | None
 ) -> Measure:
-    """Profiles the workload as `base` was, with a set-up at work."""
+    """Profiles the workload as `base` was, with a set-up at work, or the batch in parts."""
     say = progress or (lambda text: None)
 
-    def measure(setup: Setup) -> Profile:
-        say(f"trying {setup.techniques[-1]}")
-        return profile(
-            workload,
+    def measure(setup: Setup | None, split: int) -> Profile:
+        say(f"trying {setup.techniques[-1] if setup and split == 1 else f'{split} parts'}")
+        found = profile(
+            part_of(workload, split),
             segments=segments,
             executor=base.executor,
-            accumulate=base.accumulate,
+            accumulate=base.accumulate * split,
             setup=setup,
         )
+        return replace(found, split=split)
 
     return measure
 

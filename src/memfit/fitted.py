@@ -19,6 +19,7 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.signature import batch_signature, is_no_larger
+from memfit.runtime.split import parts_of, samples_in
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,29 @@ class Fitted:
         on the mean over its own.
         `scheduler.step()` is called after each optimizer step.
         """
+        parts = parts_of(batch, self.plan.split)
+        if len(parts) == 1:
+            return self._train(batch, None, True, clip_norm, accumulate, scaler, scheduler)
+        # Means over all samples: a part counts by its share of them.
+        shares = [samples_in(part) / samples_in(batch) for part in parts]
+        losses = []
+        for part, share in zip(parts, shares, strict=True):
+            last = part is parts[-1]
+            loss = self._train(part, share, last, clip_norm, accumulate, scaler, scheduler)
+            losses.append(share * loss)
+        return torch.stack(losses).sum()
+
+    def _train(
+        self,
+        batch: Any,
+        share: float | None,
+        last: bool,
+        clip_norm: float | None,
+        accumulate: int | None,
+        scaler: torch.amp.GradScaler | None,
+        scheduler: Any,
+    ) -> torch.Tensor:
+        """Train on a batch, or on a part with this share of one; the last part ends the batch."""
         accumulate = self._accumulate if accumulate is None else accumulate
         if accumulate < 1 or (accumulate > 1 and self._accumulate == 1):
             raise UsageError(
@@ -91,6 +115,7 @@ class Fitted:
         scaler = scaler or self.workload.scaler
         loss = self.workload.compute_loss(batch)
         scaled = loss / accumulate if accumulate > 1 else loss
+        scaled = scaled if share is None else scaled * share
         setup = self.applied.setup
         if setup is not None and setup.in_backward is not None:
             self._step_in_backward(setup.in_backward, scaled, clip_norm, scaler)
@@ -98,9 +123,9 @@ class Fitted:
                 scheduler.step()
             return loss.detach()
         (scaler.scale(scaled) if scaler is not None else scaled).backward()
-        self._waiting += 1
+        self._waiting += last
         self._group = accumulate
-        if self._waiting >= accumulate:
+        if last and self._waiting >= accumulate:
             self._optimize(clip_norm, scaler, scheduler)
         return loss.detach()
 

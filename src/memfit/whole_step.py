@@ -17,12 +17,13 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import STEP
+from memfit.planning.techniques import MICROBATCH, STEP
 from memfit.runtime.setup import Setup
+from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
 from memfit.workload import Workload
 
-Measure = Callable[[Setup], Profile]
+Measure = Callable[[Setup | None, int], Profile]  # with a set-up, of the batch in so many parts
 CHEAP = 0.01  # of the plain step: a plan that costs less needs no help
 GAIN = 0.02  # of the planned step: less than this may be noise
 LESS = 0.01  # of the smallest budget
@@ -36,6 +37,7 @@ class Whole:
 
     setup: Setup | None
     profile: Profile
+    split: int = 1  # parts that the batch is run in
     notes: tuple[str, ...] = ()
 
 
@@ -60,13 +62,15 @@ def whole_step(
         return Whole(setup_of(base.setup, workload, base, base.tile_bytes), base)
     if plan is not None and plan.setup:
         setup = setup_of(plan.setup, workload, base, plan.tile_bytes)
-        return Whole(setup, measure(setup))
-    if plan is not None or not set(STEP) & set(goal.techniques):
+        return Whole(setup, measure(setup, plan.split), plan.split)
+    if plan is not None and plan.split > 1:
+        return Whole(None, measure(None, plan.split), plan.split)
+    if plan is not None or not {*STEP, MICROBATCH} & set(goal.techniques):
         return Whole(None, base)
-    return _best_setup(workload, base, goal, measure)
+    return _best(workload, base, goal, measure)
 
 
-def _best_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
+def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
     tile_bytes = tile_for(goal.budget_bytes)
     setup, best = setup_of((), workload, base, tile_bytes), _tried(base, goal)
     notes: dict[str, str] = {}
@@ -74,13 +78,13 @@ def _best_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure)
     again: list[str] = []  # not taken so far
     while left:
         name = left.popleft()
-        if best.plan is not None and best.plan.predicted.step_s <= (1 + CHEAP) * base.step_s:
+        if _is_cheap(best, base):
             notes.setdefault(name, "not needed")
             continue
         why = refused(name, workload, base.accumulate)
         candidate = setup_of((*setup.techniques, name), workload, base, tile_bytes)
         try:
-            found = _tried(measure(candidate), goal) if why is None else None
+            found = _tried(measure(candidate, 1), goal) if why is None else None
         except (UsageError, HostMemoryError) as error:
             found, why = None, error.message
         if found is None:
@@ -93,10 +97,41 @@ def _best_setup(workload: Workload, base: Profile, goal: Goal, measure: Measure)
         else:
             notes[name] = f"not taken: {_change(best, found)}"
             again.append(name)
+    at_work = setup if setup.techniques else None
+    split = 1
+    if MICROBATCH in goal.techniques:
+        split, best, notes[MICROBATCH] = _split(workload, base, goal, measure, at_work, best)
     said = tuple(f"{name}: {why}" for name, why in notes.items())
     if best.refusal is not None and said:
         _refuse(best.refusal, said)
-    return Whole(setup if setup.techniques else None, best.profile, said)
+    return Whole(at_work, best.profile, split, said)
+
+
+def _split(
+    workload: Workload,
+    base: Profile,
+    goal: Goal,
+    measure: Measure,
+    setup: Setup | None,
+    best: _Tried,
+) -> tuple[int, _Tried, str]:
+    """The batch in two parts, in four, and so on as long as that is better."""
+    if _is_cheap(best, base):
+        return 1, best, "not needed"
+    why = refused_split(workload)
+    if setup is not None and "step_in_backward" in setup.techniques:
+        why = "gradients of a part wait for the others, and step_in_backward frees them"
+    if why is not None:
+        return 1, best, f"not possible: {why}"
+    split, said = 1, ""
+    while 2 * split <= samples_in(workload.batch):
+        found = _tried(measure(setup, 2 * split), goal)
+        taken = _better(found, best)
+        said = f"{'' if taken else 'not '}taken in {2 * split} parts: {_change(best, found)}"
+        if not taken:
+            break
+        split, best = 2 * split, found
+    return split, best, said
 
 
 def _refuse(refusal: InfeasibleError, tried: Sequence[str]) -> None:
@@ -150,6 +185,10 @@ def _tried(profile: Profile, goal: Goal) -> _Tried:
         return _Tried(profile, make_plan(profile, replace(goal, time_limit_s=3.0)), None)
     except InfeasibleError as refusal:
         return _Tried(profile, None, refusal)
+
+
+def _is_cheap(best: _Tried, base: Profile) -> bool:
+    return best.plan is not None and best.plan.predicted.step_s <= (1 + CHEAP) * base.step_s
 
 
 def _better(found: _Tried, best: _Tried) -> bool:

@@ -34,6 +34,21 @@ def wide() -> Workload:
     )
 
 
+def deep(*more: nn.Module) -> Workload:
+    """More bytes of activations than of anything else."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers, *more, nn.Linear(64, 4))
+    batch = torch.randn(512, 64), torch.randint(4, (512,))
+    return Workload(
+        model,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batch,
+        name="deep",
+    )
+
+
 def gpt2() -> Workload:
     return resolve_target("transformers:gpt2", device="cpu", batch=4, seq=64, overrides=GPT2)
 
@@ -86,7 +101,7 @@ def test_a_step_that_fits_as_it_is_gets_nothing() -> None:
 
 def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
     workload = gpt2()
-    allow = "+step_in_backward,+tiled_loss"
+    allow = "+tiled_loss"
     with pytest.raises(InfeasibleError) as refused:
         fit_workload(workload, "50%", executor="graph", steps=1)
     with fit_workload(workload, "50%", allow=allow, executor="graph", steps=1) as fitted:
@@ -107,6 +122,53 @@ def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
     with memfit.apply(again, workload.model):
         assert workload.model(**workload.batch).logits is None
     assert workload.model(**workload.batch).logits is not None
+
+
+def test_a_batch_in_parts_where_its_activations_are_the_peak(tmp_path: Path) -> None:
+    workload, other = deep(), deep()
+    with pytest.raises(InfeasibleError):
+        fit_workload(workload, "45%", executor="module", steps=1, strategy="none")
+    with fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1) as fitted:
+        result, plan = fitted.result, fitted.plan
+        assert plan.split >= 4 and plan.techniques == ("microbatch",)
+        assert result.measured.peak_bytes <= result.budget_bytes
+        assert abs(result.peak_error) < 0.05
+        assert result.numerics.agree and "all parts together" in str(result.numerics.note)
+        plan.save(tmp_path / "plan.json")
+        losses = [float(fitted.step(workload.batch)) for _ in range(3)]
+        expected = [float(run_step(other)) for _ in range(3)]
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for parameter, value in zip(
+            workload.model.parameters(), other.model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter, value, rtol=1e-4, atol=1e-6)
+        short = (workload.batch[0][:5], workload.batch[1][:5])
+        assert torch.isfinite(fitted.step(short, clip_norm=1.0))
+    with pytest.raises(UsageError, match="parts"):
+        memfit.apply(memfit.Plan.load(tmp_path / "plan.json"), workload.model)
+    with fit_workload(workload, plan=memfit.Plan.load(tmp_path / "plan.json"), steps=1) as fitted:
+        assert fitted.plan.split == plan.split
+
+
+def test_parts_of_several_batches_wait_for_the_last() -> None:
+    workload, other = deep(), deep()
+    with fit_workload(
+        workload, "60%", allow="microbatch", executor="module", steps=1, accumulate=2
+    ) as fitted:
+        assert fitted.plan.split > 1
+        for _ in range(2):
+            fitted.step(workload.batch)
+    for _ in range(2):
+        (other.compute_loss() / 2).backward()
+    other.optimizer.step()
+    for parameter, value in zip(workload.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, value, rtol=1e-4, atol=1e-6)
+
+
+def test_batch_norm_keeps_a_batch_whole() -> None:
+    workload = deep(nn.BatchNorm1d(64))
+    with pytest.raises(InfeasibleError, match="would see its statistics in parts"):
+        fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1)
 
 
 def test_a_profile_with_a_set_up_is_fitted_with_it() -> None:

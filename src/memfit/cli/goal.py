@@ -127,10 +127,10 @@ class GoalOptions:
 
     def refuse_step_techniques(self) -> None:
         """Refuse techniques of the loss and the optimizer where only activations are planned."""
-        from memfit.planning.techniques import STEP
+        from memfit.planning.techniques import MICROBATCH, STEP
 
         given = {name.removeprefix("+") for name in self._techniques() or ()}
-        named = [t for t in STEP if t in given]
+        named = [t for t in (*STEP, MICROBATCH) if t in given]
         if named:
             raise UsageError(
                 f"{named[0]} is tried for one budget, and here are many",
@@ -178,9 +178,11 @@ class GoalOptions:
 
     def sweep_words(self) -> list[str]:
         """Those words for a sweep, which plans activations only."""
-        from memfit.planning.techniques import STEP
+        from memfit.planning.techniques import MICROBATCH, STEP
 
-        names = [n for n in self._techniques() or () if n.removeprefix("+") not in STEP]
+        names = [
+            n for n in self._techniques() or () if n.removeprefix("+") not in (*STEP, MICROBATCH)
+        ]
         return replace(self, allow=names).setup_words()
 
     def _shared_words(self, allow: Sequence[str]) -> list[str]:

@@ -112,6 +112,7 @@ class Plan:
     executor: str = "module"
     counts: str = "reserved"  # what must stay within the budget: "reserved" or "live" bytes
     techniques: tuple[str, ...] = ()
+    split: int = 1  # parts that a batch is run in
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     host_bytes: int = 0  # memory that waits on the host at once
     smallest_move_bytes: int = 0  # smaller tensors are not moved
@@ -124,7 +125,7 @@ class Plan:
     @property
     def setup(self) -> tuple[str, ...]:
         """The techniques of the loss and the optimizer, in the order they go to work."""
-        return tuple(t for t in self.techniques if t not in ("recompute", "offload"))
+        return tuple(t for t in self.techniques if t not in ("recompute", "offload", "microbatch"))
 
     @property
     def runs(self) -> list[tuple[int, int]]:

@@ -125,6 +125,7 @@ class Profile:
     uncaptured: dict[str, str] = field(default_factory=dict)  # segment call -> why it was not
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
     accumulate: int = 1  # micro-batches per optimizer step
+    split: int = 1  # of these, parts of one batch
     setup: tuple[str, ...] = ()  # techniques of the step itself that were at work
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     notes: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
+from memfit.planning.techniques import MICROBATCH
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
@@ -292,7 +293,8 @@ def _plan(
         minimum_feasible_bytes=minimum_bytes,
         plan_s=plan_s,
         executor=profile.executor,
-        techniques=(*profile.setup, *_used(simulator, choice.acts)),
+        techniques=_techniques(simulator, choice.acts),
+        split=profile.split,
         tile_bytes=profile.tile_bytes,
         host_bytes=simulator.moved_bytes(choice.acts),
         smallest_move_bytes=simulator.smallest_move_bytes,
@@ -301,6 +303,13 @@ def _plan(
         model_calls=profile.graph.model_calls,
         notes=(*profile.notes, *_notes(choice)),
     )
+
+
+def _techniques(simulator: Simulator, acts: Sequence[Act]) -> tuple[str, ...]:
+    """The techniques at work when the step was profiled, and those of the acts."""
+    profile = simulator.profile
+    split = (MICROBATCH,) if profile.split > 1 else ()
+    return (*profile.setup, *split, *_used(simulator, acts))
 
 
 def _used(simulator: Simulator, acts: Sequence[Act]) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from memfit.errors import UsageError
 ACTIVATIONS = ("recompute", "offload")
 # How the step itself is run, in the order in which they are tried: the cheap ones first.
 STEP = ("step_in_backward", "tiled_loss", "optimizer_offload")
-AVAILABLE = ACTIVATIONS + STEP
+MICROBATCH = "microbatch"  # the batch in parts, gradients added up
+AVAILABLE = (*ACTIVATIONS, *STEP, MICROBATCH)
 # What a strategy is made of: naming it allows these.
 NEEDS = {
     "all": ("recompute",),

@@ -20,6 +20,7 @@ from memfit.ir.result import Numerics
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, run_step, untouched
 from memfit.runtime.apply import Applied
 from memfit.runtime.random_state import RandomState
+from memfit.runtime.split import parts_of, samples_in
 from memfit.workload import Workload
 
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
@@ -166,6 +167,39 @@ def check_parameters(workload: Workload, planned: Applied, plain: Applied) -> Nu
             )
 
     return compare(after(plain), after(planned))
+
+
+def check_split(workload: Workload, planned: Applied, result: Numerics) -> Numerics:
+    """The comparison of one part, with that of all parts together and the whole batch."""
+    if workload_is_random(workload):
+        note = "parts draw other random numbers than the whole batch: their sum is not compared"
+        return replace(result, note=f"{result.note}; {note}" if result.note else note)
+    plain, _ = _unplanned_numbers(workload, None)
+    parts = _numbers_of_parts(workload, planned)
+    apart = gradient_error(plain, parts)
+    note = f"all parts together are {apart:.2g} of the gradients' length from the whole batch"
+    return replace(
+        result,
+        bitwise_vs_unplanned=False,
+        agree=result.agree and apart <= REORDERED_TOLERANCE,
+        note=f"{result.note}; {note}" if result.note else note,
+    )
+
+
+def _numbers_of_parts(workload: Workload, planned: Applied) -> Numbers:
+    """The batch in the plan's parts, weighed by their samples."""
+    parts = parts_of(workload.batch, planned.plan.split)
+    samples = samples_in(workload.batch)
+    with untouched(workload), planned:
+        total = torch.zeros(())
+        for part in parts:
+            loss = workload.compute_loss(part) * (samples_in(part) / samples)
+            run_backward(workload, loss)
+            total += loss.detach().cpu()
+        gradients = {
+            n: _host(p.grad) for n, p in workload.model.named_parameters() if p.grad is not None
+        }
+        return Numbers(total, gradients, {})
 
 
 def _against_unplanned(

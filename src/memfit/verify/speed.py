@@ -38,6 +38,7 @@ def compare_speed(
     planned: Applied,
     *,
     steps: int,
+    whole: Workload | None = None,
     unplanned: Applied | None = None,
     accumulate: int = 1,
     baseline: bool = True,
@@ -45,11 +46,13 @@ def compare_speed(
     """Time `steps` steps of each kind, in turn, after three to warm up.
 
     `unplanned` runs the step by the plan's executor with everything kept; None: as its module does.
+    The plan's workload may be a part of the `whole` batch, which the plain step sees at once.
     """
 
-    step = partial(run_step, workload, accumulate=accumulate)
-    plain = Inside(lambda: unplanned or nullcontext(), step)
-    with_plan = Inside(lambda: planned, step)
+    parts = planned.plan.split
+    plain_step = partial(run_step, whole or workload, accumulate=accumulate)
+    plain = Inside(lambda: unplanned or nullcontext(), plain_step)
+    with_plan = Inside(lambda: planned, partial(run_step, workload, accumulate=accumulate * parts))
     works = {"planned": with_plan}
     if baseline:
         works = {"plain": plain, "planned": with_plan, "plain again": plain}
