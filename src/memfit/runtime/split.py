@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memfit.errors import UsageError
 from memfit.workload import Workload, unwrap
 
+_HINT = "the first dimension of every tensor must count the samples"
 
-def samples_in(batch: Any) -> int:
-    """The first dimension that all tensors of the batch share; UsageError when they do not."""
+
+def samples_in(batch: Any, *, hint: str = _HINT) -> int:
+    """Samples in the batch: the leading size its tensors agree on; 1 beside others broadcasts."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    if len(sizes) != 1 or 0 in sizes:
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    if not sizes:
+        raise UsageError("the batch has no tensor whose size could be changed", hint=hint)
+    if len(sizes) > 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UsageError(
-            "the tensors of the batch do not agree on a first dimension that counts samples",
-            hint="a batch whose tensors begin with the same size can be split",
+            f"the tensors of the batch do not agree on a first dimension: {shapes}", hint=hint
         )
-    return int(sizes.pop())
+    (size,) = sizes
+    if size == 0:
+        raise UsageError("the batch is empty: there is no sample to repeat", hint=hint)
+    return size
 
 
 def parts_of(batch: Any, count: int) -> list[Any]:
@@ -32,13 +42,11 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     length = -(-size // count)
     starts = range(0, size, length)
 
-    def part(start: int) -> Any:
-        return tree_map(
-            lambda leaf: leaf[start : start + length] if isinstance(leaf, torch.Tensor) else leaf,
-            batch,
-        )
+    def cut(leaf: Any, start: int) -> Any:
+        counts = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+        return leaf[start : start + length] if counts else leaf
 
-    return [part(start) for start in starts]
+    return [tree_map(partial(cut, start=start), batch) for start in starts]
 
 
 def part_of(workload: Workload, count: int) -> Workload:

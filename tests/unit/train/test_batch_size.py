@@ -17,11 +17,12 @@ from memfit.errors import InfeasibleError, ModelError, UsageError
 from memfit.ir.batch_size import BatchTrial
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
+from memfit.runtime.split import samples_in
 from memfit.train.batch_size import find as finder
 from memfit.train.batch_size import planned, trial
 from memfit.train.batch_size.find import find_batch_size, search
 from memfit.train.batch_size.predict import MAX_RUNS, next_size
-from memfit.train.batch_size.rebatch import batch_size_of, rebatch
+from memfit.train.batch_size.rebatch import rebatch
 from memfit.workload import Workload
 
 torch.set_num_threads(1)
@@ -332,7 +333,7 @@ def test_rebatch_repeats_and_cuts_what_has_the_leading_size() -> None:
     smaller = rebatch(batch, 2)
     assert smaller["y"][0].tolist() == [0, 1]
     assert smaller["x"].untyped_storage().nbytes() == 2 * 2 * 16 * 4
-    assert batch_size_of(rebatch({"x": torch.ones(1, 3)}, 5)) == 5
+    assert samples_in(rebatch({"x": torch.ones(1, 3)}, 5)) == 5
 
 
 @pytest.mark.parametrize(

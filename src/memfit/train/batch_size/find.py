@@ -14,9 +14,10 @@ from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
 from memfit.planning.budget import AUTO_SHARE, check_budget_text
 from memfit.runtime.signature import describe
+from memfit.runtime.split import samples_in
 from memfit.train.batch_size.planned import largest_planned
 from memfit.train.batch_size.predict import next_size, predicted_bytes
-from memfit.train.batch_size.rebatch import batch_size_of, rebatch
+from memfit.train.batch_size.rebatch import HINT, rebatch
 from memfit.train.batch_size.trial import OUT_OF_MEMORY, run_trial
 from memfit.units import format_bytes, parse_bytes
 from memfit.workload import Workload
@@ -50,7 +51,7 @@ def find_batch_size(
     budget_bytes = resolve_bytes(budget, utilization, device)
     _check_counts(max_size, steps)
     if make_batch is None:
-        batch_size_of(workload.batch)  # refuses a batch that cannot be resized
+        samples_in(workload.batch, hint=HINT)  # refuses a batch that cannot be resized
         make_batch = partial(rebatch, workload.batch)
     notes: list[str] = []
     if (setting := prefer_expandable_segments(workload.device)) is not None:
