@@ -1,0 +1,108 @@
+"""Weights as int8 with a scale: each number within half a scale of itself, zero exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding
+
+from memfit.errors import UsageError
+
+_LEAST, _MOST = -128, 127
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Tensor:
+    """A tensor in int8: (codes - zero_point) * scale; `zero_point` is None where it is zero.
+
+    `scale` has one number, or one per channel.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        zero_point = 0 if self.zero_point is None else self.zero_point.nbytes
+        return self.codes.nbytes + self.scale.nbytes + zero_point
+
+    @property
+    def num_zero_channels(self) -> int:
+        """How many channels hold nothing but zeros."""
+        return int((self.scale == 0).sum())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor in its own type, or in another."""
+        return _float(self.codes, self.scale, self.zero_point).to(dtype or self.dtype)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Some rows of a matrix that has one scale, or one per row."""
+
+        def chosen(numbers: torch.Tensor) -> torch.Tensor:
+            per_row = len(numbers) == len(self.codes)
+            return embedding(indices, numbers) if per_row else numbers.reshape(())
+
+        zero_point = None if self.zero_point is None else chosen(self.zero_point)
+        rows = _float(embedding(indices, self.codes), chosen(self.scale), zero_point)
+        return rows.to(self.dtype)
+
+
+def quantize(weight: torch.Tensor, *, symmetric: bool = True, axis: int | None = 0) -> Int8Tensor:
+    """The weight in int8, with a scale per channel along `axis`, or one in all (None).
+
+    Symmetric codes lie evenly around zero; others use all 256 for what lies between the smallest
+    and the largest number, zero included.
+    """
+    values = weight.detach()
+    if not values.is_floating_point() or not values.numel():
+        raise UsageError(
+            f"a weight of {tuple(values.shape)} {values.dtype} has no int8 form",
+            hint="leave its module out",
+        )
+    if not bool(values.isfinite().all()):
+        raise UsageError(
+            f"a weight of shape {tuple(values.shape)} holds infinities or NaN",
+            hint="mend the checkpoint, or leave its module out",
+        )
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    across = [d for d in range(values.ndim) if axis is None or d != axis % values.ndim]
+    low = values.amin(across, keepdim=True).clamp_(max=0)
+    high = values.amax(across, keepdim=True).clamp_(min=0)
+    if symmetric:
+        scale = torch.maximum(high, -low) / _MOST
+    else:
+        scale = high / (_MOST - _LEAST) - low / (_MOST - _LEAST)
+    _refuse_tiny(scale, high - low)
+    divisor = scale.where(scale > 0, 1)
+    codes = (values / divisor).round_()
+    zero_point = None
+    if not symmetric:
+        zero_point = _LEAST - (low / divisor).round_()
+        codes += zero_point
+        zero_point = zero_point.to(torch.int16)
+    codes = codes.clamp_(_LEAST, _MOST).to(torch.int8)
+    return Int8Tensor(codes, scale, zero_point, weight.dtype)
+
+
+def _float(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+) -> torch.Tensor:
+    values = codes.to(scale.dtype)
+    if zero_point is not None:
+        values -= zero_point
+    return values.mul_(scale)
+
+
+def _refuse_tiny(scale: torch.Tensor, spread: torch.Tensor) -> None:
+    """Refuse channels that are not zero, but so small that their codes would be."""
+    tiny = (spread > 0) & (scale < torch.finfo(scale.dtype).tiny)
+    if bool(tiny.any()):
+        raise UsageError(
+            f"{int(tiny.sum())} of {tiny.numel()} channels hold numbers too small for a scale "
+            f"(largest spread {float(spread[tiny].max()):.2g})",
+            hint="set them to zero, or leave their module out",
+        )

@@ -1,0 +1,105 @@
+"""int8 keeps each number within half a scale, and zero exact."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import UsageError
+from memfit.runtime.lowbit.int8_tensor import quantize
+
+numbers = st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 1e-30)
+rows = st.integers(1, 9).flatmap(
+    lambda n: st.lists(st.lists(numbers, min_size=n, max_size=n), min_size=1, max_size=9)
+)
+ways = pytest.mark.parametrize(
+    ("symmetric", "axis"), [(True, 0), (True, None), (False, 0), (False, 1), (False, None)]
+)
+
+
+@ways
+@settings(deadline=None, max_examples=60)
+@given(rows)
+def test_error_is_at_most_half_a_scale(
+    symmetric: bool, axis: int | None, values: list[list[float]]
+) -> None:
+    weight = torch.tensor(values)
+    int8 = quantize(weight, symmetric=symmetric, axis=axis)
+    back = int8.dequantize()
+    error = (back.double() - weight.double()).abs()
+    rounding = 4 * torch.finfo(torch.float32).eps
+    assert bool((error <= int8.scale * (0.5 + 256 * rounding)).all())
+    assert bool((back[weight == 0] == 0).all())
+    dims = [0, 1] if axis is None else [1 - axis]
+    assert torch.equal(back.abs().amax(dims) > 0, weight.abs().amax(dims) > 0)
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_each_type(symmetric: bool, axis: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512).to(dtype)
+    int8 = quantize(weight, symmetric=symmetric, axis=axis)
+    back = int8.dequantize()
+    assert back.dtype == dtype
+    allowed = int8.scale.double() / 2 + weight.double().abs() * torch.finfo(dtype).eps
+    assert bool(((back.double() - weight.double()).abs() <= allowed * 1.001).all())
+    assert int8.nbytes / weight.nbytes == pytest.approx(1 / weight.element_size(), rel=0.05)
+
+
+def test_each_option_changes_the_result() -> None:
+    weight = torch.rand(8, 16) + torch.arange(8.0)[:, None]
+    found = [
+        quantize(weight, symmetric=symmetric, axis=axis).dequantize()
+        for symmetric in (True, False)
+        for axis in (0, 1, None)
+    ]
+    assert all(not torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def test_numbers_of_one_sign_are_finer_when_asymmetric() -> None:
+    weight = torch.rand(4, 1000)
+    errors = [
+        float((quantize(weight, symmetric=s).dequantize() - weight).abs().max())
+        for s in (True, False)
+    ]
+    assert errors[1] < 0.6 * errors[0]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("axis", [0, None])
+def test_rows(symmetric: bool, axis: int | None) -> None:
+    int8 = quantize(torch.randn(10, 6), symmetric=symmetric, axis=axis)
+    for indices in (torch.tensor([[3, 3], [9, 0]]), torch.tensor(4)):
+        assert torch.equal(int8.rows(indices), int8.dequantize()[indices])
+    with pytest.raises(IndexError):
+        int8.rows(torch.tensor([-1]))
+
+
+def test_channels_of_zeros_stay_and_are_counted() -> None:
+    weight = torch.randn(5, 7)
+    weight[2] = 0
+    for symmetric in (True, False):
+        int8 = quantize(weight, symmetric=symmetric)
+        assert int8.num_zero_channels == 1 and not int8.dequantize()[2].any()
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        (torch.tensor([[1.0, math.nan]]), "NaN"),
+        (torch.tensor([[1.0, math.inf]]), "infinities"),
+        (torch.tensor([[1e-40, 0.0]]), "too small"),
+        (torch.tensor([[1, 2]]), "no int8 form"),
+        (torch.empty(0, 3), "no int8 form"),
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_refusals(weight: Any, words: str, symmetric: bool) -> None:
+    with pytest.raises(UsageError, match=words):
+        quantize(weight, symmetric=symmetric)
