@@ -18,9 +18,9 @@ BLOCK = 256
 PER_OCTAVE = 8
 # The most that a number within the range of the codes is changed by, as a share of itself.
 RELATIVE_ERROR = 2 ** (1 / PER_OCTAVE) - 1
-# Temporary memory of both functions does not grow with the tensor beyond this many elements.
+# Temporary memory does not grow with the tensor beyond this many elements.
 PIECE = 2**20
-WORKING_BYTES = 32 * PIECE
+WORKING_BYTES_PER_ELEMENT = 40
 
 
 class Codebook(NamedTuple):

@@ -74,11 +74,12 @@ def packed_bytes(elements: int, bits: Bits) -> int:
     return rounded(elements) + rounded(4 * log_codes.num_blocks(elements))
 
 
-def working_bytes(largest_elements: int, bits: Bits) -> int:
-    """Temporary bytes while tensors of up to this many elements are packed or unpacked."""
-    if bits == "bf16_sr":
-        return bf16.WORKING_BYTES_PER_ELEMENT * largest_elements
-    return min(log_codes.WORKING_BYTES, 32 * largest_elements) + 4 * largest_elements
+def working_bytes(tensor: torch.Tensor, bits: Bits) -> int:
+    """Temporary bytes while state like this tensor is packed or unpacked."""
+    in_fp32 = 0 if tensor.dtype is torch.float32 else 4 * tensor.numel()
+    at_a_time = min(log_codes.PIECE, log_codes.num_blocks(tensor.numel()) * log_codes.BLOCK)
+    way = bf16 if bits == "bf16_sr" else log_codes
+    return way.WORKING_BYTES_PER_ELEMENT * at_a_time + in_fp32
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

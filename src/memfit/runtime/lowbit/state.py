@@ -91,8 +91,7 @@ class LowBitState:
         """Bytes that packing removes, and of the largest group's state in full while it steps."""
         removed = sum(self._removed_bytes(p) for group in self.groups for p in group)
         stepping = max(sum(self._unpacked_bytes(p) for p in group) for group in self.groups)
-        largest = max((p.numel() for p in optimized(self.optimizer)), default=0)
-        packing = working_bytes(largest, self.bits) if removed else 0
+        packing = max(working_bytes(p, self.bits) for p in optimized(self.optimizer))
         return Footprint(removed, stepping + packing, 0)
 
     def step_group(self, parameters: Parameters) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memfit.errors import UsageError
+from memfit.measure.allocations import peak_above_start, record
 from memfit.runtime.lowbit.log_codes import RELATIVE_ERROR
-from memfit.runtime.lowbit.packed import Bits, Packed
+from memfit.runtime.lowbit.packed import Bits, Packed, packed_bytes
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 
@@ -178,6 +179,17 @@ def test_footprint(bits: Bits, trained: bool) -> None:
         packed = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Packed)]
         held = sum(t.nbytes for t in tree_leaves(packed) if isinstance(t, torch.Tensor))
         assert held == kept
+
+
+def test_a_step_holds_what_the_footprint_says(bits: Bits) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2048, 1024))  # two pieces
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    with LowBitState(optimizer, bits=bits) as low:
+        optimizer.step()
+        held = peak_above_start(record(optimizer.step, torch.device("cpu")))
+        said = low.footprint().working_bytes
+    assert 0.8 * said < held <= said + packed_bytes(parameter.numel(), bits)
 
 
 def test_half_precision_and_channels_last() -> None:
