@@ -146,6 +146,26 @@ def test_steps_in_backward(bits: Bits) -> None:
     assert sum(losses[-10:]) / 10 == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fused"])
+def test_a_step_that_overflows_is_left_out(kind: str, bits: Bits) -> None:
+    model, optimizer = build(OPTIMIZERS[kind])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with LowBitState(optimizer, bits=bits):
+        train(model, optimizer, range(3))
+        weights, state = copy.deepcopy((model.state_dict(), tensors(optimizer)))
+        for bad in (True, False):
+            scaler.scale(loss_of(model, 3)).backward()
+            if bad:
+                model[0].weight.grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            same = torch.equal(model[0].weight, weights["0.weight"])
+            assert same is bad
+            if bad:
+                close(tensors(optimizer), state, bits)
+
+
 def test_the_users_random_numbers_stay(bits: Bits) -> None:
     model, optimizer = build()
     with LowBitState(optimizer, bits=bits):
