@@ -20,12 +20,13 @@ from swapping.session import TINY, WORKLOADS
 from swapping.systems import System, a_a_spread, measure_systems
 
 import memfit
-from memfit.planning.techniques import STEP
+from memfit.planning.techniques import APPROXIMATE, STEP
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
 from memfit.whole_step import setup_of
 
 TILE_BYTES = 2**28
+EXACT = [name for name in STEP if name not in APPROXIMATE]
 PLAIN = "plain"
 
 
@@ -61,7 +62,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     recomputed = memfit.plan(profile, strategy="all")
     systems = {}
     for plan in (recomputed.unplanned(), recomputed):
-        for names in chain.from_iterable(combinations(STEP, n) for n in range(len(STEP) + 1)):
+        for names in chain.from_iterable(combinations(EXACT, n) for n in range(len(EXACT) + 1)):
             setup = setup_of(names, workload, profile, TILE_BYTES) if names else None
             words = [*(["recompute"] if plan is recomputed else []), *names]
             applied = Applied(plan, workload.model, setup)

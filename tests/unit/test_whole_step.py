@@ -19,12 +19,12 @@ from memfit.workload import Workload
 GPT2 = {"n_layer": "2", "n_embd": "64", "n_head": "2", "vocab_size": "4000"}
 
 
-def wide() -> Workload:
+def wide(count: int = 6, width: int = 256) -> Workload:
     """More bytes of gradients than of activations."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh())]
-    model = nn.Sequential(*layers, nn.Linear(256, 4))
-    batch = torch.randn(4, 256), torch.randint(4, (4,))
+    layers = [layer for _ in range(count) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(width, 4))
+    batch = torch.randn(4, width), torch.randint(4, (4,))
     return Workload(
         model,
         lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
@@ -79,6 +79,18 @@ def test_gradients_are_freed_in_backward_where_nothing_else_helps() -> None:
         assert all(p.grad is None for p in workload.model.parameters())
     for parameter, value in zip(workload.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+
+
+def test_state_in_eight_bits_by_name_only() -> None:
+    workload = wide(20, 512)  # packing takes some megabytes for a moment
+    with fit_workload(workload, "85%", allow="+optim_8bit", executor="module", steps=1) as fitted:
+        result = fitted.result
+        assert result.decisions.techniques == ("optim_8bit",)
+        assert result.measured.peak_bytes <= result.budget_bytes
+        assert abs(result.peak_error) < 0.05
+        assert result.numerics.agree and "of their largest" in str(result.numerics.note)
+        assert torch.isfinite(fitted.step(workload.batch))
+    assert all(s["exp_avg"].dtype is torch.float32 for s in workload.optimizer.state.values())
 
 
 def test_clipping_takes_two_backwards() -> None:

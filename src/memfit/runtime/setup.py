@@ -13,12 +13,15 @@ from types import TracebackType
 import torch
 
 from memfit.errors import UsageError
+from memfit.runtime.lowbit.packed import Bits
+from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
 from memfit.runtime.tiled_loss.causal_lm import TiledLoss
 from memfit.workload import unwrap
 
 Parameters = list[torch.nn.Parameter]
+_BITS: dict[str, Bits] = {"optim_bf16_sr": "bf16_sr", "optim_8bit": "8bit"}
 
 
 class Setup:
@@ -48,16 +51,16 @@ class Setup:
         with ExitStack() as stack:
             if "tiled_loss" in self.techniques:
                 stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
-            host = None
-            if "optimizer_offload" in self.techniques:
-                host = stack.enter_context(StateOnHost(self._stepped(), self._groups()))
+            stepper = self._stepper()
+            if stepper is not None:
+                stack.enter_context(stepper)
             if "step_in_backward" in self.techniques:
                 step = StepInBackward(
                     self._stepped(),
                     self._groups(),
                     clip="two_pass",
                     clipped=unwrap(self._model).parameters(),
-                    stepper=host,
+                    stepper=stepper,
                 )
                 self.in_backward = stack.enter_context(step)
             self._stack = stack.pop_all()
@@ -83,6 +86,20 @@ class Setup:
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Within it, gradients stay when backward is over, whatever the techniques."""
         return nullcontext() if self.in_backward is None else self.in_backward.holding()
+
+    def _stepper(self) -> StateOnHost | LowBitState | None:
+        """What keeps the optimizer's state elsewhere or otherwise than it does itself."""
+        kept = [name for name in ("optimizer_offload", *_BITS) if name in self.techniques]
+        if len(kept) > 1:
+            raise UsageError(
+                f"{' and '.join(kept)} are two places for the same optimizer state",
+                hint="allow one of them",
+            )
+        if not kept:
+            return None
+        if kept[0] == "optimizer_offload":
+            return StateOnHost(self._stepped(), self._groups())
+        return LowBitState(self._stepped(), self._groups(), bits=_BITS[kept[0]])
 
     def _stepped(self) -> torch.optim.Optimizer:
         if self._optimizer is None:

@@ -27,6 +27,7 @@ from memfit.workload import Workload
 RANDOM_TOLERANCE = 5e-2
 ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
 REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
+APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
 # What torch asks for before it runs deterministic kernels and no others.

@@ -35,6 +35,15 @@ class Packed:
     book: Codebook | None
     geometry: Geometry
 
+    def overwritten(self, other: Packed) -> Packed:
+        """This one with the content of another of the same tensor."""
+        if self.values.shape != other.values.shape:
+            return other
+        self.values.copy_(other.values)
+        if self.largest is not None and other.largest is not None:
+            self.largest.copy_(other.largest)
+        return self
+
 
 def pack(tensor: torch.Tensor, key: str, bits: Bits, random: torch.Generator) -> Packed:
     """The state tensor of this name in few bits."""

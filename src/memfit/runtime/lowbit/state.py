@@ -57,6 +57,8 @@ class LowBitState:
         self._full_bytes = {id(p): sizes.of([p]) for p in optimized(optimizer)}
         self._seed = seed
         self._random: dict[torch.device, torch.Generator] = {}
+        # What the state of a group was packed into, while it steps in full.
+        self._unpacked: dict[tuple[int, str], Packed] = {}
         self._take_over = TakeOver(optimizer, self._step, self.settle, self._adopt)
         self._on_save: torch.utils.hooks.RemovableHandle | None = None
 
@@ -75,6 +77,7 @@ class LowBitState:
             assert self._on_save is not None
             self._on_save.remove()
             self._unpack(optimized(self.optimizer))
+            self._unpacked.clear()
 
     def __enter__(self) -> LowBitState:
         return self if self._take_over.at_work else self.install()
@@ -124,12 +127,18 @@ class LowBitState:
                 if type(value) is torch.Tensor:  # just loaded, it may lie anywhere
                     value = state[key] = value.to(parameter.device)
                 if packable(key, value, self.bits):
-                    state[key] = pack(value, key, self.bits, self._generator(parameter.device))
+                    fresh = pack(value, key, self.bits, self._generator(parameter.device))
+                    # In the same memory from step to step, as plain state is.
+                    old = self._unpacked.pop((id(parameter), key), None)
+                    state[key] = fresh if old is None else old.overwritten(fresh)
 
     def _unpack(self, parameters: Parameters) -> None:
         for parameter in parameters:
             state = self.optimizer.state.get(parameter, {})
-            state.update({k: unpack(v) for k, v in state.items() if isinstance(v, Packed)})
+            for key, value in state.items():
+                if isinstance(value, Packed):
+                    self._unpacked[id(parameter), key] = value
+                    state[key] = unpack(value)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._random:
