@@ -221,7 +221,7 @@ def fit_workload(
     whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
     setup, part = whole.setup, part_of(workload, whole.split)
     measured, made, check, rounds, notes = _hold(part, whole.profile, goal, plan, setup, say)
-    made = beside(base, made, whole.notes)
+    made = beside(base, made, whole.notes) if plan is None else made
     planned = Applied(made, workload.model, setup)
     unplanned = None
     if made.executor != "module":

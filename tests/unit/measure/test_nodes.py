@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import fx
 
@@ -51,7 +52,8 @@ def test_every_operator_of_both_graphs_is_timed() -> None:
 def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> None:
     seconds, _ = _measured(fused=True)
     size = 64 * 64 * 4
-    assert seconds["mul"] * 2 == seconds["sin"] * 3  # bytes read and written: 3 against 2
+    # Bytes read and written: 3 against 2.
+    assert seconds["mul"] * 2 == pytest.approx(seconds["sin"] * 3)
     assert 0 < seconds["sin"] < FUSION_FACTOR * 2 * size / 1e8
     assert seconds["mm"] > 0
 

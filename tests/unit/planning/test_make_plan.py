@@ -18,7 +18,7 @@ from memfit.planning.budget import check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan, minimum_feasible
 from memfit.planning.refusal import blocking_tensors
 from memfit.planning.simulate import Simulator
-from memfit.planning.techniques import allowed_techniques, techniques_for
+from memfit.planning.techniques import AVAILABLE, allowed_techniques, techniques_for
 
 Chain = Callable[..., Profile]
 Profiles = Callable[..., st.SearchStrategy[Profile]]
@@ -217,7 +217,7 @@ def test_a_budget_above_the_device_is_refused(chain: Chain) -> None:
 
 
 def test_techniques() -> None:
-    assert allowed_techniques(None) == ("recompute", "offload")
+    assert allowed_techniques(None) == AVAILABLE
     assert allowed_techniques("+offload", ("recompute",)) == ("recompute", "offload")
     assert allowed_techniques(["recompute"]) == ("recompute",)
     assert allowed_techniques([]) == ()

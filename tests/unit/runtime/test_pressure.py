@@ -201,7 +201,10 @@ def test_late_copies_are_waited_for(
     model: str,
     batch: str,
     threshold: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # So small a device has no room for more than this and for copies under way, too.
+    monkeypatch.setattr("memfit.runtime.pressure.gauge._ROOM", 2)
     plain, swapped = (zoo.workload(getattr(zoo, model), getattr(zoo, batch)) for _ in "ab")
     with valve(threshold, capacity="48KiB") as busy:
         actual = run_numbers(swapped, 3)
@@ -326,8 +329,8 @@ def test_copies_under_way_count_as_gone_and_are_waited_for_when_room_is_short(
             chain.grow()
             done = busy.statistics
             seen.append((done.moved_bytes // UNIT, done.swaps))
-        # At 7 the mark is passed; with two on their way 5 will be left. 8 is the ceiling.
-        assert seen[5:] == [(0, 0), (2, 0), (2, 0), (4, 1), (4, 2), (6, 3)]
+        # At 7 the mark is passed; with two on their way 5 will be left. 7 is the ceiling.
+        assert seen[5:] == [(0, 0), (2, 0), (2, 1), (4, 2), (4, 3), (6, 4)]
         chain.check()
         assert busy._saved_tensors._leaving_bytes == 0
 
@@ -669,7 +672,7 @@ def test_tensors_of_other_kinds_pass_through() -> None:
 
 def test_room_is_left_for_the_largest_tensors() -> None:
     marks = Marks(high=80, low=70, capacity=100, always=False)
-    assert [marks.ceiling(largest) for largest in (0, 5, 6, 40)] == [90, 90, 88, 70]
+    assert [marks.ceiling(largest) for largest in (0, 5, 6, 40)] == [90, 85, 82, 70]
 
 
 @pytest.mark.parametrize(

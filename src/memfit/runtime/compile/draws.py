@@ -50,7 +50,8 @@ def draw_in_order(module: fx.GraphModule) -> None:
 
 
 def _some_tensor(node: fx.Node) -> fx.Node | None:
-    """A tensor that the operator made, the smallest that the graph names."""
+    """A tensor that the operator made, with the fewest dimensions: to ask a symbolic size would
+    put a guard on it."""
     found, made = [], [node]
     while made:
         value = made.pop()
@@ -58,4 +59,4 @@ def _some_tensor(node: fx.Node) -> fx.Node | None:
             found.append(value)
         else:
             made += [user for user in value.users if user.target is operator.getitem]
-    return min(found, key=lambda n: n.meta["val"].numel(), default=None)
+    return min(found, key=lambda n: n.meta["val"].dim(), default=None)
