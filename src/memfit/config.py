@@ -75,7 +75,7 @@ class Config:
 
 
 _FIELDS = tuple(field.name for field in fields(Config))
-_NUMBERS = {"utilization": float, "max_slowdown": float}
+_NUMBERS = ("utilization", "max_slowdown")
 _COUNTS = ("accumulate", "batch", "seq")
 
 

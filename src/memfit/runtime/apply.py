@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 
 import torch
 
@@ -14,6 +13,7 @@ from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import model_signature
 from memfit.runtime.swap.arena import Arena
@@ -22,7 +22,7 @@ from memfit.runtime.swap.engine import Swap
 from memfit.workload import refuse_compiled, unwrap
 
 
-class Applied:
+class Applied(Reversible):
     """A plan at work. A context manager: leaving it restores the model."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module, setup: Setup | None = None) -> None:
@@ -71,17 +71,6 @@ class Applied:
         if self._stack is not None:
             stack, self._stack, self.router = self._stack, None, None
             stack.close()
-
-    def __enter__(self) -> Applied:
-        return self if self._stack is not None else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
 
 def plan_engine(plan: Plan, model: torch.nn.Module) -> Recompute:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import TracebackType
 
 import torch
 
@@ -17,6 +16,7 @@ from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.tiled_loss.causal_lm import TiledLoss
 from memfit.workload import unwrap
 
@@ -24,7 +24,7 @@ Parameters = list[torch.nn.Parameter]
 _BITS: dict[str, Bits] = {"optim_bf16_sr": "bf16_sr", "optim_8bit": "8bit"}
 
 
-class Setup:
+class Setup(Reversible):
     """Techniques at work on a model and its optimizer. A context manager: leaving it restores both.
 
     `modules` are the segments' names: the parameters of each step together.
@@ -44,6 +44,11 @@ class Setup:
         self.in_backward: StepInBackward | None = None
         self._model, self._optimizer, self._modules = model, optimizer, tuple(modules)
         self._stack: ExitStack | None = None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return self._stack is not None
 
     def install(self) -> Setup:
         """Put the techniques to work."""
@@ -71,17 +76,6 @@ class Setup:
         if self._stack is not None:
             stack, self._stack, self.in_backward = self._stack, None, None
             stack.close()
-
-    def __enter__(self) -> Setup:
-        return self if self._stack is not None else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Within it, gradients stay when backward is over, whatever the techniques."""

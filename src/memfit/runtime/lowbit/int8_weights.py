@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from memfit.runtime.calls import Forward, Wrap, replaced_forward
 from memfit.runtime.lowbit.int8_modules import channel_axis, find_modules
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor, quantize
 from memfit.runtime.optimizer.footprint import Footprint
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.swap.moved import Geometry
 from memfit.workload import refuse_compiled, unwrap
 
 log = logging.getLogger(__name__)
 
 
-class Int8Weights:
+class Int8Weights(Reversible):
     """Keeps the frozen weights of Linear, Embedding and Conv modules in int8.
 
     Approximate: a weight is used within half a scale of itself. The exact weights lie in host
@@ -46,6 +46,11 @@ class Int8Weights:
         self._symmetric, self._per_channel = symmetric, per_channel
         self._weights: dict[int, _Weight] = {}  # by id of the parameter: modules may share one
         self._stack: ExitStack | None = None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return self._stack is not None
 
     def install(self) -> Int8Weights:
         """Quantise the weights and let them go from the device."""
@@ -72,17 +77,6 @@ class Int8Weights:
         if self._stack is not None:
             stack, self._stack = self._stack, None
             stack.close()
-
-    def __enter__(self) -> Int8Weights:
-        return self if self._stack is not None else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def quantized(self) -> dict[str, Int8Tensor]:
         """The weights in int8, by the names of their modules, while they are."""

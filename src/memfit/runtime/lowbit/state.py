@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, get_args
 
 import torch
@@ -26,11 +25,12 @@ from memfit.runtime.optimizer.footprint import Footprint, StateSizes, rounded, t
 from memfit.runtime.optimizer.on_host.state_on_host import chunks, with_the_rest
 from memfit.runtime.optimizer.parts import Parts
 from memfit.runtime.optimizer.take_over import TakeOver
+from memfit.runtime.reversible import Reversible
 
 _ACCEPTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-class LowBitState:
+class LowBitState(Reversible):
     """Keeps the state of Adam, AdamW or SGD with momentum in few bits.
 
     optimizer.step() works through the groups: a group's state is unpacked, stepped by the
@@ -62,6 +62,11 @@ class LowBitState:
         self._take_over = TakeOver(optimizer, self._step, self.settle, self._adopt)
         self._on_save: torch.utils.hooks.RemovableHandle | None = None
 
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return self._take_over.at_work
+
     def install(self) -> LowBitState:
         """Pack the state that is there."""
         assert not self._take_over.at_work, "the state is in few bits already"
@@ -78,17 +83,6 @@ class LowBitState:
             self._on_save.remove()
             self._unpack(optimized(self.optimizer))
             self._unpacked.clear()
-
-    def __enter__(self) -> LowBitState:
-        return self if self._take_over.at_work else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def footprint(self) -> Footprint:
         """Bytes that packing removes, and of the largest group's state in full while it steps."""

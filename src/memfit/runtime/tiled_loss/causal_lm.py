@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from memfit.errors import UsageError
 from memfit.runtime.calls import Forward, replaced_forward
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
 from memfit.runtime.tiled_loss.stand_ins import StandIns
 from memfit.workload import refuse_compiled, unwrap
@@ -22,7 +22,7 @@ _HINT = (
 )
 
 
-class TiledLoss:
+class TiledLoss(Reversible):
     """A model that makes its loss in tiles, when called with labels; its `logits` are None then.
 
     A context manager: leaving it restores the model. Parameters, hooks and state_dict stay as they
@@ -67,17 +67,6 @@ class TiledLoss:
         if self._stack is not None:
             stack, self._stack = self._stack, None
             stack.close()
-
-    def __enter__(self) -> TiledLoss:
-        return self if self.at_work else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def _watch_labels(self, forward: Forward) -> Forward:
         position = list(inspect.signature(forward).parameters).index("labels")

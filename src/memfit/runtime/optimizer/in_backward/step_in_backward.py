@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from memfit.runtime.optimizer.in_backward.scaling import Scaling
 from memfit.runtime.optimizer.in_backward.whole_gradient import WholeGradient
 from memfit.runtime.optimizer.parts import Parts
 from memfit.runtime.optimizer.take_over import foreign_step_hooks
+from memfit.runtime.reversible import Reversible
 
 Clip = Literal["keep", "two_pass"]
 
@@ -42,7 +42,7 @@ class GroupStep(Protocol):
         ...
 
 
-class StepInBackward:
+class StepInBackward(Reversible):
     """Steps each group of parameters as soon as all its gradients are there, then drops them.
 
     The optimizer stays the owner of hyper-parameters and state. Its own step() afterwards ends the
@@ -82,6 +82,11 @@ class StepInBackward:
         self._begun = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return bool(self._handles)
+
     def install(self) -> StepInBackward:
         """Start to step in backward."""
         assert not self._handles, "the optimizer steps in backward already"
@@ -104,17 +109,6 @@ class StepInBackward:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
-
-    def __enter__(self) -> StepInBackward:
-        return self if self._handles else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def footprint(self) -> Footprint:
         """Bytes of gradients that are freed in backward, and of the largest group.

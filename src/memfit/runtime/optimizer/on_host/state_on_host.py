@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 
 import torch
 
@@ -19,13 +18,14 @@ from memfit.runtime.optimizer.footprint import Footprint, StateSizes, tensor_byt
 from memfit.runtime.optimizer.on_host.host_block import HostBlock
 from memfit.runtime.optimizer.parts import Parts
 from memfit.runtime.optimizer.take_over import TakeOver
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import lanes_for
 
 CHUNK_BYTES = 64 * 2**20  # of parameters in a group, where none are given
 
 
-class StateOnHost:
+class StateOnHost(Reversible):
     """Keeps an optimizer's state in pinned host memory; the device steps it by its own kernels.
 
     optimizer.step() works through the groups: while one steps, the state of the one before leaves
@@ -53,6 +53,11 @@ class StateOnHost:
         self._order: list[HostBlock] = []  # as the blocks stepped last time
         self._stepped: list[HostBlock] = []
         self._leaving: HostBlock | None = None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return self._take_over.at_work
 
     def install(self) -> StateOnHost:
         """Move the state to the host."""
@@ -82,17 +87,6 @@ class StateOnHost:
         self._blocks, self._order = {}, []
         assert self._arena is not None
         self._arena.close()
-
-    def __enter__(self) -> StateOnHost:
-        return self if self._take_over.at_work else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def footprint(self) -> Footprint:
         """Bytes of state that leave the device, and of the two largest groups'."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,13 +22,14 @@ from memfit.runtime.optimizer.on_host.state_on_host import (
 )
 from memfit.runtime.optimizer.parts import Parts
 from memfit.runtime.optimizer.take_over import TakeOver
+from memfit.runtime.reversible import Reversible
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import Copy, lanes_for
 
 _Job = tuple[list[HostTwin], Future[None]]
 
 
-class StepOnHost:
+class StepOnHost(Reversible):
     """Keeps an optimizer's state and a master copy of its parameters in host memory.
 
     A group's gradients are copied to the host, the CPU steps the master copy in a thread of its
@@ -66,6 +66,11 @@ class StepOnHost:
         self._leaving: list[tuple[torch.Tensor, Copy]] = []
         self._last_back: Copy | None = None
 
+    @property
+    def at_work(self) -> bool:
+        """Whether it is at work now."""
+        return self._take_over.at_work
+
     def install(self) -> StepOnHost:
         """Move the state to the host, and make room for gradients and new values."""
         assert not self._take_over.at_work, "the optimizer steps on the host already"
@@ -90,17 +95,6 @@ class StepOnHost:
         self._lanes.synchronize()
         self._twins = {}
         self._arena.close()
-
-    def __enter__(self) -> StepOnHost:
-        return self if self._take_over.at_work else self.install()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.undo()
 
     def footprint(self) -> Footprint:
         """Bytes of state that leave the device, and of all that is held on the host."""

@@ -1,0 +1,32 @@
+"""Changes to a model or an optimizer that can be taken back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+
+class Reversible(ABC):
+    """A change that goes to work and is taken back; a context manager, at work within its block.
+
+    Entered when it is at work already, it is taken back all the same when the block is left.
+    """
+
+    @property
+    @abstractmethod
+    def at_work(self) -> bool:
+        """Whether the change is made now."""
+
+    @abstractmethod
+    def install(self) -> Self:
+        """Make the change."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Take it back; harmless when done twice."""
+
+    def __enter__(self) -> Self:
+        return self if self.at_work else self.install()
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
