@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="*", type=float, default=list(SHARES))
     parser.add_argument("--whole", nargs="*", type=float, default=[], metavar="BUDGET")
     parser.add_argument("--block", nargs="*", type=float, default=[0.5, 0.2, 0.05])
+    parser.add_argument("--fits-only", action="store_true", help="budgets, without the systems")
     parser.add_argument("--no-whole", action="store_true", help="no whole-model torch.compile")
     parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
     parser.add_argument("--budgets", nargs="*", type=float, metavar="GB", help="of 10^9 bytes")
@@ -111,7 +112,7 @@ class Comparison:
             self.rows["setup"] = self.arguments.setup
             profile = memfit.profile(self.workload, setup=self.setup)
         plans = self._fit_all(profile)
-        if self.rows["systems"]:
+        if self.rows["systems"] or self.arguments.fits_only:
             return
         blocks = [c.module for c in profile.graph.calls if c.graph >= 0]
         with untouched(self.workload):

@@ -59,4 +59,6 @@ def _some_tensor(node: fx.Node) -> fx.Node | None:
             found.append(value)
         else:
             made += [user for user in value.users if user.target is operator.getitem]
+            if value.target is _SAVES_STATE:  # not the state, which has no value while tracing
+                made = [user for user in made if user.args[1] != 0]
     return min(found, key=lambda n: n.meta["val"].dim(), default=None)

@@ -118,17 +118,17 @@ class TiledLoss(Reversible):
                 f"{self.head.out_features} logits (vocabulary: {vocab_size})",
                 hint=_HINT,
             )
-        self._logits.take()
-        return tiled_cross_entropy(
-            logits,  # in truth the head's input
-            self.head.weight,
-            (labels if shift_labels is None else shift_labels).to(logits.device),
-            bias=self.head.bias,
-            ignore_index=ignore_index,
-            num_items=num_items_in_batch,
-            shift=shift_labels is None,
-            **self._tiling,  # type: ignore[arg-type]
-        )
+        with self._logits.taken():
+            return tiled_cross_entropy(
+                logits,  # in truth the head's input
+                self.head.weight,
+                (labels if shift_labels is None else shift_labels).to(logits.device),
+                bias=self.head.bias,
+                ignore_index=ignore_index,
+                num_items=num_items_in_batch,
+                shift=shift_labels is None,
+                **self._tiling,  # type: ignore[arg-type]
+            )
 
 
 def find_head(model: torch.nn.Module) -> torch.nn.Linear:

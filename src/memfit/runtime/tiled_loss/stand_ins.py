@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,16 +65,22 @@ class StandIns(TorchFunctionMode):
             self.__enter__()
         return stand_in
 
-    def take(self) -> None:
-        """Stop watching one, which has come to the loss; harmless when it came before."""
-        if self._waiting == 1:
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Look away while the loss is made of one; watch on if others have not come to a loss."""
+        waiting, self._waiting = self._waiting, 0
+        if waiting:
             self.__exit__(None, None, None)
-        self._waiting = max(0, self._waiting - 1)
+        yield
+        if waiting > 1:
+            self.__enter__()
+            self._waiting = waiting - 1
 
     def close(self) -> None:
         """Stop watching those that never came to a loss."""
-        while self._waiting:
-            self.take()
+        if self._waiting:
+            self.__exit__(None, None, None)
+        self._waiting = 0
 
     def __torch_function__(
         self,
