@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 from torch._inductor import inductor_prims
+from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -66,6 +69,24 @@ def test_seeds_that_come_first_stay_as_they_are() -> None:
     before = [n.target for n in module.graph.nodes]
     draw_in_order(module)
     assert [n.target for n in module.graph.nodes] == before
+
+
+def test_seeds_wait_for_what_a_replayed_operator_drew_not_for_its_state() -> None:
+    """The random state is a real tensor even while tracing, where none may come in."""
+    module = random_graph(order_first=True)
+    graph = module.graph
+    drawn = next(n for n in graph.nodes if n.target is torch.ops.aten.randperm.default)
+    with graph.inserting_before(drawn):
+        both = graph.call_function(run_and_save_rng_state, (drawn.target, 6), {"device": CPU})
+        state = graph.call_function(operator.getitem, (both, 0))
+        again = graph.call_function(operator.getitem, (both, 1))
+    state.meta["val"] = torch.get_rng_state()
+    again.meta["val"] = drawn.meta["val"]
+    drawn.replace_all_uses_with(again)
+    graph.erase_node(drawn)
+    draw_in_order(module)
+    (seeds,) = [n for n in graph.nodes if "seeds" in str(n.target)]
+    assert seeds.args[0] == [again]
 
 
 def _seeded() -> torch.Generator:
