@@ -17,7 +17,7 @@ from memfit.ir.profile import Baseline, Profile
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
 from memfit.measure.memory import static_bytes
-from memfit.measure.step import explained_errors, run_step, untouched
+from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
@@ -99,8 +99,7 @@ def _warm_up(workload: Workload, captured: Captured) -> None:
     """Two steps with everything recomputed: optimizer state and library workspaces exist then."""
     try:
         with recomputing_all(workload, captured), explained_errors(workload):
-            for _ in range(2):
-                run_step(workload)
+            run_first_steps(workload)
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
             "the step runs out of memory even with every segment recomputed: "

@@ -13,6 +13,7 @@ from memfit.errors import ModelError
 from memfit.workload import Workload
 
 Phase = Callable[[str], None]
+MOST_SKIPPED = 20
 
 
 def run_step(
@@ -37,6 +38,22 @@ def run_step(
     drop_gradients(workload)
     say("end")
     return loss.detach()
+
+
+def run_first_steps(workload: Workload, steps: int = 2) -> None:
+    """Run `steps` steps, and on while a GradScaler skips them because its first scale is too large.
+
+    The optimizer has made its state then.
+    """
+    skipped = 0
+    while steps > 0 and skipped < MOST_SKIPPED:
+        before = None if workload.scaler is None else workload.scaler.get_scale()
+        run_step(workload)
+        if before is not None and workload.scaler is not None:
+            skips = workload.scaler.get_scale() < before
+            skipped += skips
+            steps += skips
+        steps -= 1
 
 
 def run_backward(workload: Workload, loss: torch.Tensor) -> None:

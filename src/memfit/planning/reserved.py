@@ -1,9 +1,11 @@
-"""How many bytes the CUDA allocator will hold for a step: its own placement, simulated.
+"""How many bytes the CUDA allocator must be allowed for a step: its own placement, simulated.
 
 Follows torch's caching allocator with expandable segments: requests up to 1 MiB and larger ones
 have a segment each that grows by pages; a request takes the smallest free block it fits in, lowest
-address first, and splits it; freed neighbours merge; what is mapped stays mapped. Limits: one
-stream, and a start laid out as when it was profiled (see `settle_optimizer_state`).
+address first, and splits it; freed neighbours merge; what is mapped stays mapped. Before a segment
+grows, what is held already and the whole request must be under the cap together, even where the
+request then begins in free bytes. Limits: one stream, and a start laid out as when it was profiled
+(see `settle_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from memfit.planning.acts import Act, Ints, Pick, Run
 from memfit.planning.simulate import Simulator
 
 MIB = 2**20
-SMALL_REQUEST = MIB
+SMALL_REQUEST, MIDDLING_REQUEST = MIB, 10 * MIB
+_NEVER_ENDING = 2**62
 
 # What is allocated: (block, the call whose replay makes it, -1: the original), or a part of a pick.
 Key = tuple[object, ...]
@@ -27,7 +30,7 @@ MODEL_ENDS: Key = ("model ends", -1)  # stands in the sequence where the model's
 
 
 def reserved_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False) -> int | None:
-    """Highest bytes the allocator holds in the step; None where that is not known.
+    """The lowest cap under which the allocator has room for the step; None where it is not known.
 
     With `trim`, it gives its free pages back when the model's forward ends.
     """
@@ -47,12 +50,22 @@ def reserved_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False
         elif size > 0:
             segment = small if size <= SMALL_REQUEST else large
             assert key not in places, f"{key} is there already"
+            before = small.mapped + large.mapped
             places[key] = (segment, segment.take(size))
-            highest = max(highest, small.mapped + large.mapped)
+            after = small.mapped + large.mapped
+            if after > before:
+                highest = max(highest, after, before + _asked_for(size))
         elif size < 0:
             segment, address = places.pop(key)
             segment.give(address, -size)
     return start.reserved_bytes + highest
+
+
+def _asked_for(size: int) -> int:
+    """What the allocator counts for a request that its free blocks have no room for."""
+    if size < MIDDLING_REQUEST:
+        return SMALL_PAGE if size <= SMALL_REQUEST else LARGE_PAGE
+    return -(-size // SMALL_PAGE) * SMALL_PAGE
 
 
 def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[tuple[Key, int]]:
@@ -242,13 +255,30 @@ class _Segment:
         """Place `size` bytes and return their address."""
         at = bisect_left(self._free, (size, -(2**62)))
         if at < len(self._free):
-            found, address = self._free[at]
+            found, address = self._best(at)
             self._remove(address)
         else:
             address, found = self._map(size)
         if found > size:
             self._add(address + size, found - size)
         return address
+
+    def _best(self, at: int) -> tuple[int, int]:
+        """From the smallest block that fits on: a block counts with the room it could grow by."""
+        found = self._free[at]
+        room = self._room(found)
+        for larger in self._free[at + 1 :]:
+            if (more := self._room(larger)) >= room:
+                break
+            found, room = larger, more
+        return found
+
+    def _room(self, block: tuple[int, int]) -> int:
+        size, address = block
+        end = address + size
+        while end in self._unmapped:
+            end += self._unmapped[end]
+        return _NEVER_ENDING if end == self._top else end - address
 
     def give(self, address: int, size: int) -> None:
         """Free what `take` placed."""

@@ -9,11 +9,9 @@ import torch
 from memfit.ir.profile import LARGE_PAGE
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
-from memfit.measure.step import run_step, untouched
+from memfit.measure.step import drop_gradients, run_first_steps, run_step, untouched
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
-
-WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -39,39 +37,46 @@ def check_budget(
 ) -> BudgetCheck:
     """Run steps under the plan from the workload's own state and measure them.
 
-    On CUDA first without a cap, to learn what the allocator takes when it is free to, then with
-    the allocator capped at the budget: that run is the proof. A plan that counts live bytes (a
-    reduction of activations, not a budget) is measured without a cap.
+    On CUDA the allocator is capped at the budget: that run is the proof. Where it fails, a run
+    without a cap shows what the allocator takes when it is free to. A plan that counts live bytes
+    (a reduction of activations, not a budget) is measured without a cap.
     """
-    device = workload.device
-    cuda = device.type == "cuda"
-    with untouched(workload), planned:
-        if cuda:
-            torch.cuda.empty_cache()
-        free = _measure(workload, steps if cuda else 1, accumulate)
-        if budget_bytes is None:
-            return BudgetCheck(free, 0)
-        live = planned.plan.counts == "live"
-        over = (free.bytes if live else free.reserved_bytes) - budget_bytes
-        if over > 0 or live or not cuda:
-            return BudgetCheck(free, max(over, 0))
+    live = planned.plan.counts == "live"
+    if budget_bytes is None or live or workload.device.type != "cuda":
+        free = _free(workload, planned, steps, accumulate)
+        taken = free.bytes if live else free.reserved_bytes
+        return BudgetCheck(free, 0 if budget_bytes is None else max(taken - budget_bytes, 0))
     torch.cuda.empty_cache()
-    with untouched(workload), planned, memory_cap(device, budget_bytes):
+    capped = None
+    with untouched(workload), planned, memory_cap(workload.device, budget_bytes):
         try:
             capped = _measure(workload, steps, accumulate)
         except torch.OutOfMemoryError:
+            drop_gradients(workload)
+    if capped is not None and not capped.retries and capped.reserved_bytes <= budget_bytes:
+        return BudgetCheck(capped, 0)
+    free = _free(workload, planned, steps, accumulate)
+    if free.reserved_bytes > budget_bytes:
+        return BudgetCheck(free, free.reserved_bytes - budget_bytes)
+    if capped is None:
+        return BudgetCheck(None, max(free.reserved_bytes - free.bytes, 2 * LARGE_PAGE))
+    # Under a cap the allocator places anew: what does not fit may be a whole page.
+    return BudgetCheck(capped, max(capped.reserved_bytes - budget_bytes, LARGE_PAGE))
+
+
+def _free(workload: Workload, planned: Applied, steps: int, accumulate: int) -> Peak:
+    """The peak when no cap is in the way."""
+    cuda = workload.device.type == "cuda"
+    with untouched(workload), planned:
+        if cuda:
             torch.cuda.empty_cache()
-            return BudgetCheck(None, max(free.reserved_bytes - free.bytes, 2 * LARGE_PAGE))
-    if capped.retries or capped.reserved_bytes > budget_bytes:
-        # Under a cap the allocator places anew: what does not fit may be a whole page.
-        return BudgetCheck(capped, max(capped.reserved_bytes - budget_bytes, LARGE_PAGE))
-    return BudgetCheck(capped, 0)
+        return _measure(workload, steps if cuda else 1, accumulate)
 
 
 def _measure(workload: Workload, steps: int, accumulate: int) -> Peak:
-    for _ in range(WARMUP_STEPS):
-        run_step(workload)
-        settle_optimizer_state(workload.optimizer, workload.device)
+    run_first_steps(workload, 1)
+    settle_optimizer_state(workload.optimizer, workload.device)
+    run_step(workload)
 
     def work() -> None:
         for _ in range(steps):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ModelError
-from memfit.measure.step import explained_errors, run_step, untouched
+from memfit.measure.step import explained_errors, run_first_steps, run_step, untouched
 from memfit.workload import Workload
 
 
@@ -90,6 +90,22 @@ def test_untouched_restores_a_scaler(zoo: SimpleNamespace) -> None:
         run_step(workload)
         assert workload.scaler.get_scale() == 16.0
     assert workload.scaler.get_scale() == 8.0
+
+
+def test_first_steps_go_on_until_a_scaler_skips_none(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    workload.optimizer = torch.optim.Adam(workload.model.parameters())
+    workload.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
+    run_step(workload)
+    assert not workload.optimizer.state, "skipped"
+    workload.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
+    run_first_steps(workload, 1)
+    assert workload.optimizer.state
+    endless = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=1 - 2.0**-20)
+    workload.optimizer = torch.optim.Adam(workload.model.parameters())
+    workload.scaler = endless
+    run_first_steps(workload)
+    assert not workload.optimizer.state
 
 
 def test_errors_of_the_users_forward_are_explained(zoo: SimpleNamespace) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,13 @@ def test_the_rest_of_a_split_block_stays_free() -> None:
     assert segment.mapped == 0
     assert segment.take(1) == 10
     assert segment.mapped == PAGE
+
+
+def test_a_larger_block_is_taken_before_one_that_could_grow() -> None:
+    segment = _segment("LLLLLfffff LLLffffLLL LLLLLLffff")
+    assert segment.take(3) == 13, "the smallest of those with no room after them"
+    assert segment.take(5) == 5
+    assert segment.take(4) == 26, "the tail, when nothing else fits"
 
 
 def test_freed_neighbours_merge_on_both_sides() -> None:
@@ -203,9 +211,12 @@ class _ByteMap:
         return found
 
     def take(self, size: int) -> int:
-        fitting = [block for block in self.stretches(FREE) if block[0] >= size]
+        fitting = sorted(block for block in self.stretches(FREE) if block[0] >= size)
         if fitting:
-            address = min(fitting)[1]
+            # The first one, unless the next larger ones have less room to grow into.
+            rooms = [self._room(*block) for block in fitting]
+            falling = next((n for n, pair in enumerate(pairwise(rooms)) if pair[0] <= pair[1]), -1)
+            address = fitting[falling][1]
         else:  # whatever is above was never used and is as good as unmapped
             self.bytes += [UNMAPPED] * (-(-size // PAGE) * PAGE)
             room = self.stretches(FREE + UNMAPPED)
@@ -217,6 +228,11 @@ class _ByteMap:
         assert set(self.bytes[address : address + size]) == {FREE}, "live blocks never overlap"
         self.bytes[address : address + size] = [LIVE] * size
         return address
+
+    def _room(self, size: int, address: int) -> float:
+        after = "".join(self.bytes[address + size :])
+        unmapped = len(after) - len(after.lstrip(UNMAPPED))
+        return inf if unmapped == len(after) else size + unmapped
 
     def give(self, address: int, size: int) -> None:
         self.bytes[address : address + size] = [FREE] * size
@@ -363,6 +379,14 @@ def test_small_and_large_requests_grow_their_own_segments(chain: Chain) -> None:
     assert reserved_bytes(Simulator(small), []) == 7 + 2 * SMALL_PAGE
     large = chain(3, inner=SMALL_REQUEST + 512, output=512, allocator=start)
     assert reserved_bytes(Simulator(large), []) == 7 + SMALL_PAGE + LARGE_PAGE
+
+
+def test_the_whole_request_must_be_under_the_cap_before_a_segment_grows(chain: Chain) -> None:
+    """Even where free bytes at the end of the segment take its beginning."""
+    request = LARGE_PAGE + 4 * MIB
+    start = AllocatorStart(LARGE_PAGE, large=(Placed(0, LARGE_PAGE, True),))
+    profile = chain(1, inner=request, output=512, allocator=start)
+    assert reserved_bytes(Simulator(profile), []) == LARGE_PAGE + request
 
 
 def test_the_free_memory_of_the_start_is_used_first(chain: Chain) -> None:

@@ -18,13 +18,13 @@ from memfit.measure.step import (
     explained_errors,
     is_out_of_memory,
     run_backward,
+    run_first_steps,
     run_step,
     untouched,
 )
 from memfit.measure.timing import time_interleaved
 from memfit.workload import Workload
 
-WARMUP_STEPS = 2
 OUT_OF_MEMORY = "out of memory"
 TIMING_LIMIT_S = 10.0
 
@@ -77,9 +77,9 @@ def _attempt(
 
 def _measure(workload: Workload, size: int, budget_bytes: int, steps: int) -> BatchTrial:
     device = workload.device
-    for _ in range(WARMUP_STEPS):
-        run_step(workload)
-        settle_optimizer_state(workload.optimizer, device)
+    run_first_steps(workload, 1)
+    settle_optimizer_state(workload.optimizer, device)
+    run_step(workload)
 
     def measured_steps() -> None:
         for _ in range(3 if device.type == "cuda" else 1):
