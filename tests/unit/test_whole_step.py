@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
 from memfit.runtime.setup import Setup
+from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
 from memfit.workload import Workload
 
+SLOW = pytest.mark.slow
 GPT2 = {"n_layer": "2", "n_embd": "64", "n_head": "2", "vocab_size": "4000"}
 
 
@@ -132,8 +135,32 @@ def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
         assert fitted.plan.setup == plan.setup
         assert fitted.result.measured.peak_bytes == result.measured.peak_bytes
     with memfit.apply(again, workload.model):
-        assert workload.model(**workload.batch).logits is None
-    assert workload.model(**workload.batch).logits is not None
+        assert isinstance(workload.model(**workload.batch).logits, Logits)
+    assert type(workload.model(**workload.batch).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("executor", ["module", "graph", pytest.param("inductor", marks=SLOW)])
+def test_a_loss_outside_of_the_model_in_tiles(executor: str) -> None:
+    sizes = {"n_layer": "2", "n_embd": "64", "n_head": "2", "n_ff": "128", "vocab_size": "4000"}
+    workload = resolve_target("encoder", device="cpu", batch=4, seq=64, overrides=sizes)
+    with pytest.raises(InfeasibleError):
+        fit_workload(workload, "56%", executor=executor, steps=1)
+    with fit_workload(workload, "56%", allow="+tiled_loss", executor=executor, steps=1) as fitted:
+        result = fitted.result
+        assert fitted.plan.setup == ("tiled_loss",)
+        assert result.measured.peak_bytes <= result.budget_bytes
+        assert result.numerics.agree and not result.numerics.bitwise_vs_unplanned
+        assert torch.isfinite(fitted.step(workload.batch))
+        logits = 4 * 4 * 64 * 4000
+        assert result.baseline.peak_bytes - result.measured.peak_bytes > 2 * logits
+
+
+def test_logits_that_do_not_go_to_cross_entropy() -> None:
+    workload = replace(wide(), loss_fn=lambda model, batch: model(batch[0]).logsumexp(-1).sum())
+    with pytest.raises(InfeasibleError) as refused:
+        fit_workload(workload, "85%", allow="+tiled_loss", executor="module")
+    assert "tiled_loss: not possible: the loss of the model" in refused.value.message
+    assert "head '12' makes logits, and 'logsumexp' is done to them" in refused.value.message
 
 
 def test_a_batch_in_parts_where_its_activations_are_the_peak(tmp_path: Path) -> None:
@@ -197,9 +224,8 @@ def test_what_cannot_be_had_is_said() -> None:
     half = wide()
     half.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(InfeasibleError) as refused:
-        fit_workload(half, "85%", allow="+step_in_backward,+tiled_loss", executor="module")
+        fit_workload(half, "85%", allow="+step_in_backward", executor="module")
     assert "step_in_backward: not possible: a GradScaler" in refused.value.message
-    assert "tiled_loss: not possible" in refused.value.message
 
 
 def test_plans_that_need_more_than_a_model() -> None:

@@ -17,7 +17,7 @@ from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
 from memfit.runtime.reversible import Reversible
-from memfit.runtime.tiled_loss.causal_lm import TiledLoss
+from memfit.runtime.tiled_loss.in_model import TiledLoss
 from memfit.workload import unwrap
 
 Parameters = list[torch.nn.Parameter]

@@ -95,7 +95,7 @@ def test_techniques_of_the_optimizer_need_it() -> None:
 
 
 def test_a_model_without_a_head_is_refused_and_left_alone() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="head"):
+    model = torch.nn.Conv1d(2, 2, 1)
+    with pytest.raises(UsageError, match="no linear layer"):
         Setup(("tiled_loss",), model).install()
     assert "forward" not in model.__dict__

@@ -37,7 +37,7 @@ def tiled_cross_entropy(
     losses in place of the count of labels that are not ignored. `compiled` compiles the maths of a
     tile (default: on CUDA).
     """
-    dtype = _logits_dtype(hidden, weight, bias)
+    dtype = logits_dtype(hidden, weight, bias)
     _check_shapes(hidden, weight, labels, bias)
     _check_choices(label_smoothing, reduction, num_items, tile, tile_bytes)
     if shift:
@@ -74,7 +74,7 @@ def _divisor(
     return counted.sum().to(dtype)
 
 
-def _logits_dtype(
+def logits_dtype(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.dtype:
     """The dtype a linear layer would give its output here."""

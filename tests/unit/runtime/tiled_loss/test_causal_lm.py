@@ -1,4 +1,4 @@
-"""Causal language models of transformers make their loss in tiles, and are restored."""
+"""Language models of transformers make their loss in tiles, and are restored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.errors import UsageError
-from memfit.runtime.calls import replaced_forward
-from memfit.runtime.tiled_loss.causal_lm import TiledLoss, find_head
+from memfit.runtime.tiled_loss.in_model import TiledLoss, find_head
+from memfit.runtime.tiled_loss.logits import Logits
 from memfit.workload import Workload
 
 transformers = pytest.importorskip("transformers")
@@ -98,7 +98,7 @@ def test_loss_and_gradients_are_those_of_the_model_as_it_was(name: str) -> None:
     model = build(name)
     expected = numbers(model, **batch())
     with TiledLoss(model, tile=TILE):
-        assert model(**batch()).logits is None
+        assert isinstance(model(**batch()).logits, Logits)
         close(numbers(model, **batch()), expected)
     close(numbers(model, **batch()), expected, rtol=0, atol=0)
 
@@ -141,10 +141,10 @@ def test_labels_by_position_and_outputs_as_tuples() -> None:
     model, given = build("Llama").eval(), batch()
     arguments = (given["input_ids"], None, None, None, None, given["labels"])
     expected = model(*arguments, return_dict=False)
-    with TiledLoss(model, tile=TILE), torch.no_grad():
+    with TiledLoss(model, tile=TILE):
         loss, logits = model(*arguments, return_dict=False)
-    assert logits is None
-    close(loss, expected[0].detach())
+    assert isinstance(logits, Logits) and logits.shape == expected[1].shape
+    close(loss, expected[0])
 
 
 def test_other_outputs_stay() -> None:
@@ -153,22 +153,23 @@ def test_other_outputs_stay() -> None:
     with TiledLoss(model, tile=TILE):
         output = model(**batch(), output_hidden_states=True)
     assert type(output) is type(expected)
-    assert list(output) == [key for key in expected if key != "logits"]
+    assert list(output) == list(expected)
     close(output.hidden_states, expected.hidden_states, rtol=0, atol=0)
 
 
-def test_calls_without_labels_give_logits() -> None:
+def test_calls_without_gradients_give_logits() -> None:
     model = build().eval()
     tokens = batch()["input_ids"]
-    expected = model(tokens).logits
+    expected = model(**batch())
     with TiledLoss(model, tile=TILE):
-        close(model(tokens).logits, expected, rtol=0, atol=0)
-        assert type(model(tokens).logits) is torch.Tensor
+        with torch.no_grad():
+            output = model(**batch())
         inside = model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True)
-        hidden = model.transformer(tokens).last_hidden_state
-        close(model.lm_head(hidden), expected, rtol=0, atol=0)
-        plain = model.loss_function(expected, batch()["labels"], VOCAB)
+        plain = model.loss_function(expected.logits, batch()["labels"], VOCAB)
         close(model(**batch()).loss, plain)
+    assert type(output.logits) is torch.Tensor
+    close(output.logits, expected.logits.detach(), rtol=0, atol=0)
+    close(output.loss, expected.loss.detach(), rtol=0, atol=0)
     close(inside, model.generate(tokens, max_new_tokens=3, do_sample=False, use_cache=True))
 
 
@@ -191,8 +192,8 @@ def test_undo_restores_everything() -> None:
     assert not tiled.at_work
     assert repr(_state(model)) == repr(before)
     with tiled:
-        assert model(**batch()).logits is None
-    assert model(**batch()).logits is not None
+        assert type(model(**batch()).logits) is Logits
+    assert type(model(**batch()).logits) is torch.Tensor
 
 
 def test_a_loss_and_forwards_set_by_the_user_come_back() -> None:
@@ -202,7 +203,7 @@ def test_a_loss_and_forwards_set_by_the_user_come_back() -> None:
     forward = model.forward
     model.forward = forward
     with TiledLoss(model, tile=TILE):
-        assert model(**batch()).logits is None
+        assert isinstance(model(**batch()).logits, Logits)
     assert model.__dict__["_loss_function"] is plain
     assert model.__dict__["forward"] is forward
 
@@ -217,10 +218,11 @@ def test_fake_tensors() -> None:
 def test_an_error_in_a_call_leaves_the_next_one_right() -> None:
     model = build().eval()
     tokens = batch()["input_ids"]
+    expected = model(tokens, labels=tokens).loss
     with TiledLoss(model, tile=TILE):
         with pytest.raises(IndexError):
             model(tokens + VOCAB, labels=tokens)
-        assert model(tokens).logits.shape == (*tokens.shape, VOCAB)
+        close(model(tokens, labels=tokens).loss, expected)
 
 
 def test_hooks_of_model_and_head_are_called() -> None:
@@ -246,22 +248,6 @@ def test_recomputed_runs_up_to_the_head_give_the_same_numbers(
     assert_trains_alike(make, seed)
 
 
-def test_a_head_replayed_in_backward_passes_on_again() -> None:
-    model = build("Llama")
-    widths: list[int] = []
-    with TiledLoss(model, tile=TILE):
-        inner = model.lm_head.forward
-
-        def replayed(hidden: torch.Tensor) -> Any:
-            hidden.register_hook(lambda _: widths.append(inner(hidden.detach()).shape[-1]))
-            return inner(hidden)
-
-        with replaced_forward(model.lm_head, lambda _: replayed):
-            model(**batch()).loss.backward()
-            model(batch()["input_ids"]).logits.sum().backward()
-    assert widths == [model.lm_head.in_features, VOCAB]
-
-
 def test_labels_that_do_not_meet_the_kept_logits_are_refused() -> None:
     with TiledLoss(build(), tile=TILE) as tiled, pytest.raises(UsageError, match="one label"):
         tiled.model(**batch(), logits_to_keep=4)
@@ -284,29 +270,10 @@ def _watched_head() -> nn.Module:
     return model
 
 
-def _other_loss() -> nn.Module:
-    model = build()
-    model.loss_function = nn.functional.mse_loss
-    return model
-
-
-def _bert(name: str) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    return getattr(transformers, name)(_config("BertConfig", num_attention_heads=2, **sizes))
-
-
-def _gemma() -> nn.Module:
-    return transformers.Gemma2ForCausalLM(_llama_like("Gemma2Config"))
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "no transformers model": (lambda: nn.Linear(3, 4), "Linear.*has no head"),
-    "no head": (lambda: _bert("BertForSequenceClassification"), "has no head"),
-    "masked language model": (lambda: _bert("BertForMaskedLM"), "ForMaskedLMLoss"),
+    "no linear layer": (lambda: nn.Embedding(3, 4), "Embedding.*has no linear layer"),
     "another head": (_other_head, "the head _Squared"),
-    "another loss": (_other_loss, "mse_loss"),
     "gradients of logits asked for": (_watched_head, "hooks that ask"),
-    "capped logits": (_gemma, "final_logit_softcapping=30.0"),
     "compiled": (lambda: torch.compile(build()), "torch.compile"),
 }
 
@@ -318,6 +285,22 @@ def test_models_that_cannot_are_refused(name: str) -> None:
         TiledLoss(make())
     assert refused.value.hint
     assert name == "compiled" or "memfit.tiled_cross_entropy" in refused.value.hint
+
+
+def test_capped_logits_are_refused_at_the_first_call() -> None:
+    model = transformers.Gemma2ForCausalLM(_llama_like("Gemma2Config"))
+    with TiledLoss(model), pytest.raises(UsageError, match="'tanh' is done to them"):
+        model(**batch())
+
+
+def test_a_masked_language_model() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = _config("BertConfig", num_attention_heads=2, **sizes)
+    model = transformers.BertForMaskedLM(config)
+    expected = numbers(model, **batch())
+    with TiledLoss(model, tile=TILE) as tiled:
+        assert tiled.name == "cls.predictions.decoder"
+        close(numbers(model, **batch()), expected)
 
 
 class _Changing(nn.Module):
@@ -362,7 +345,7 @@ def test_changed_logits_are_refused_when_they_are_made(change: Any, name: str) -
     with TiledLoss(model, tile=TILE), pytest.raises(UsageError, match=name) as refused:
         model(**batch())
     assert "memfit.tiled_cross_entropy" in (refused.value.hint or "")
-    assert torch._C._len_torch_function_stack() == 0, "logits are still watched"
+    assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_change_of_dtype_is_none() -> None:
@@ -370,8 +353,8 @@ def test_a_change_of_dtype_is_none() -> None:
     expected = model(**batch())["loss"]
     with TiledLoss(model, tile=TILE):
         output = model(**batch())
-    close(output["loss"], expected.float(), rtol=1e-5, atol=1e-5)
-    assert output["logits"] is None
+    close(output["loss"], expected, rtol=1e-5, atol=1e-5)
+    assert output["logits"].dtype is torch.float64
 
 
 def test_a_loss_made_twice_of_the_same_logits() -> None:
@@ -387,13 +370,6 @@ def test_a_loss_made_twice_of_the_same_logits() -> None:
         close(model(**batch())["loss"], expected)
 
 
-def test_a_vocabulary_that_is_not_the_heads_is_refused() -> None:
-    model = build()
-    model.config.vocab_size = VOCAB - 1
-    with TiledLoss(model, tile=TILE), pytest.raises(UsageError, match=f"{VOCAB} logits"):
-        model(**batch())
-
-
 def test_find_head_returns_the_head() -> None:
     model = build()
-    assert find_head(model) is model.lm_head
+    assert find_head(model) == ("lm_head", model.lm_head)
