@@ -82,6 +82,7 @@ def plan(
     *,
     strategy: str = "optimal",
     allow: str | Sequence[str] | None = None,
+    force: Sequence[str] = (),
     host_budget: str | int | None = None,
     max_slowdown: float | None = None,
     activation_reduction: float | None = None,
@@ -104,7 +105,7 @@ def plan(
         check_budget_text(budget, facts)
     kind = what.device.type
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
-    goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
+    goal = replace(goal, min_tensor_bytes=min_tensor_bytes, force=forced_techniques(force, goal))
     base = what if isinstance(what, Profile) else profiled
     if base is None:
         assert isinstance(what, Workload)
@@ -122,7 +123,7 @@ def plan(
             hint="give memfit.plan the Workload, or leave them out",
         )
     whole = whole_step(what, base, goal, None, _measuring(what, base, segments, progress))
-    return beside(base, make_plan(whole.profile, goal), whole.notes)
+    return beside(base, make_plan(whole.profile, goal), whole.choices)
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
@@ -175,6 +176,7 @@ def fit_workload(
     steps: int = 10,
     strategy: str = "optimal",
     allow: str | Sequence[str] | None = None,
+    force: Sequence[str] = (),
     host_budget: str | int | None = None,
     max_slowdown: float | None = None,
     activation_reduction: float | None = None,
@@ -199,7 +201,7 @@ def fit_workload(
         check_budget_text(budget, device_facts(workload.device))
     kind = workload.device.type
     goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
-    goal = replace(goal, min_tensor_bytes=min_tensor_bytes)
+    goal = replace(goal, min_tensor_bytes=min_tensor_bytes, force=forced_techniques(force, goal))
     if plan is not None:
         check_plan_for(plan, part_of(workload, plan.split))
         executor = plan.executor
@@ -221,7 +223,7 @@ def fit_workload(
     whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
     setup, part = whole.setup, part_of(workload, whole.split)
     measured, made, check, rounds, notes = _hold(part, whole.profile, goal, plan, setup, say)
-    made = beside(base, made, whole.notes) if plan is None else made
+    made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
     unplanned = None
     if made.executor != "module":
@@ -288,6 +290,18 @@ def _measuring(
         return replace(found, split=split)
 
     return measure
+
+
+def forced_techniques(force: Sequence[str], goal: Goal) -> tuple[str, ...]:
+    """The techniques to use although they change what is computed; UsageError for any other."""
+    for name in force:
+        if name != MICROBATCH:
+            raise UsageError(
+                f"{name} cannot be forced", hint=f"{MICROBATCH} can, where there is a batch norm"
+            )
+        if name not in goal.techniques:
+            raise UsageError(f"{name} is forced, but not allowed", hint=f"add --allow +{name}")
+    return tuple(force)
 
 
 def resolve_executor(name: str | None, device: torch.device) -> str:
@@ -456,6 +470,7 @@ def _result(
             offloaded_bytes=made.offloaded_bytes,
             num_segments=len(made.segments),
             techniques=made.techniques,
+            choices=made.choices,
         ),
         numerics=numerics,
         plan_s=made.plan_s,

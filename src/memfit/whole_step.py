@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.errors import HostMemoryError, InfeasibleError, UsageError
-from memfit.ir.plan import Plan
+from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
@@ -27,6 +27,7 @@ Measure = Callable[[Setup | None, int], Profile]  # with a set-up, of the batch 
 CHEAP = 0.01  # of the plain step: a plan that costs less needs no help
 GAIN = 0.02  # of the planned step: less than this may be noise
 LESS = 0.01  # of the smallest budget
+NOT_NEEDED = f"not needed: a plan without it costs less than {CHEAP:.0%} of the step"
 TILES_PER_BUDGET = 64
 SMALLEST_TILE, LARGEST_TILE = 2**18, 2**28
 
@@ -38,7 +39,7 @@ class Whole:
     setup: Setup | None
     profile: Profile
     split: int = 1  # parts that the batch is run in
-    notes: tuple[str, ...] = ()
+    choices: tuple[TechniqueChoice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,13 @@ def whole_step(
 def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Whole:
     tile_bytes = tile_for(goal.budget_bytes)
     setup, best = setup_of((), workload, base, tile_bytes), _tried(base, goal)
-    notes: dict[str, str] = {}
+    choices: dict[str, TechniqueChoice] = {}
     left = deque(t for t in STEP if t in goal.techniques)
     again: list[str] = []  # not taken so far
     while left:
         name = left.popleft()
         if _is_cheap(best, base):
-            notes.setdefault(name, "not needed")
+            choices.setdefault(name, TechniqueChoice(name, False, NOT_NEEDED))
             continue
         why = refused(name, workload, base.accumulate)
         candidate = setup_of((*setup.techniques, name), workload, base, tile_bytes)
@@ -87,24 +88,25 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
             found = _tried(measure(candidate, 1), goal) if why is None else None
         except (UsageError, HostMemoryError) as error:
             found, why = None, error.message
+        choices.pop(name, None)  # in the order of the last word on each
         if found is None:
-            notes[name] = f"not possible: {why}"
-        elif _better(found, best):
-            notes[name] = f"taken: {_change(best, found)}"
+            choices[name] = TechniqueChoice(name, False, f"not possible: {why}")
+            continue
+        choices[name] = _choice(name, best, found)
+        if choices[name].taken:
             setup, best = candidate, found
             left.extend(again)
             again = []
         else:
-            notes[name] = f"not taken: {_change(best, found)}"
             again.append(name)
     at_work = setup if setup.techniques else None
     split = 1
     if MICROBATCH in goal.techniques:
-        split, best, notes[MICROBATCH] = _split(workload, base, goal, measure, at_work, best)
-    said = tuple(f"{name}: {why}" for name, why in notes.items())
-    if best.refusal is not None and said:
-        _refuse(best.refusal, said)
-    return Whole(at_work, best.profile, split, said)
+        split, best, choices[MICROBATCH] = _split(workload, base, goal, measure, at_work, best)
+    made = tuple(sorted(choices.values(), key=lambda choice: not choice.taken))
+    if best.refusal is not None and made:
+        _refuse(best.refusal, made)
+    return Whole(at_work, best.profile, split, made)
 
 
 def _split(
@@ -114,29 +116,32 @@ def _split(
     measure: Measure,
     setup: Setup | None,
     best: _Tried,
-) -> tuple[int, _Tried, str]:
+) -> tuple[int, _Tried, TechniqueChoice]:
     """The batch in two parts, in four, and so on as long as that is better."""
     if _is_cheap(best, base):
-        return 1, best, "not needed"
-    why = refused_split(workload)
+        return 1, best, TechniqueChoice(MICROBATCH, False, NOT_NEEDED)
+    why = refused_split(workload, forced=MICROBATCH in goal.force)
     if setup is not None and "step_in_backward" in setup.techniques:
         why = "gradients of a part wait for the others, and step_in_backward frees them"
     if why is not None:
-        return 1, best, f"not possible: {why}"
-    split, said = 1, ""
+        return 1, best, TechniqueChoice(MICROBATCH, False, f"not possible: {why}")
+    whole, split = best, 1
+    choice: TechniqueChoice | None = None
     while 2 * split <= samples_in(workload.batch):
         found = _tried(measure(setup, 2 * split), goal)
-        taken = _better(found, best)
-        said = f"{'' if taken else 'not '}taken in {2 * split} parts: {_change(best, found)}"
-        if not taken:
-            break
+        tried = _choice(MICROBATCH, best, found, f"in {2 * split} parts ")
+        if not tried.taken:
+            return split, best, choice or tried
         split, best = 2 * split, found
-    return split, best, said
+        choice = _choice(MICROBATCH, whole, best, f"in {split} parts ")
+    assert choice is not None, "a batch that can be split has two samples"
+    return split, best, choice
 
 
-def _refuse(refusal: InfeasibleError, tried: Sequence[str]) -> None:
+def _refuse(refusal: InfeasibleError, tried: Sequence[TechniqueChoice]) -> None:
+    said = [f"{choice.name}: {'taken: ' if choice.taken else ''}{choice.why}" for choice in tried]
     raise InfeasibleError(
-        f"{refusal.message} Tried beside recompute: {'; '.join(tried)}.",
+        f"{refusal.message} Tried beside recompute: {'; '.join(said)}.",
         budget_bytes=refusal.budget_bytes,
         minimum_bytes=refusal.minimum_bytes,
         incompressible_bytes=refusal.incompressible_bytes,
@@ -144,13 +149,13 @@ def _refuse(refusal: InfeasibleError, tried: Sequence[str]) -> None:
     ) from refusal
 
 
-def beside(base: Profile, plan: Plan, notes: Sequence[str]) -> Plan:
-    """The plan with the plain step as its baseline, and why each technique was taken."""
+def beside(base: Profile, plan: Plan, choices: tuple[TechniqueChoice, ...]) -> Plan:
+    """The plan with the plain step as its baseline, and what became of each technique."""
     return replace(
         plan,
         baseline_peak_bytes=baseline_peak_bytes(base),
         baseline_step_s=base.step_s,
-        notes=(*plan.notes, *notes),
+        choices=choices,
     )
 
 
@@ -197,6 +202,15 @@ def _better(found: _Tried, best: _Tried) -> bool:
     if best.plan is None:
         return True
     return found.plan.predicted.step_s < (1 - GAIN) * best.plan.predicted.step_s
+
+
+def _choice(name: str, before: _Tried, after: _Tried, how: str = "") -> TechniqueChoice:
+    """Whether a technique is taken: what it does to the step by itself, and to the plan."""
+    saved = baseline_peak_bytes(before.profile) - baseline_peak_bytes(after.profile)
+    cost_s = after.profile.step_s - before.profile.step_s
+    return TechniqueChoice(
+        name, _better(after, before), how + _change(before, after), saved, cost_s
+    )
 
 
 def _change(before: _Tried, after: _Tried) -> str:

@@ -76,7 +76,10 @@ def test_gradients_are_freed_in_backward_where_nothing_else_helps() -> None:
         assert result.measured.peak_bytes <= result.budget_bytes
         assert result.numerics.agree and result.numerics.bitwise_vs_unplanned
         assert "parameters are the same" in str(result.numerics.note)
-        assert any(note.startswith("step_in_backward: taken") for note in result.notes)
+        (choice,) = result.decisions.choices
+        assert choice.name == "step_in_backward" and choice.taken
+        assert choice.saved_bytes is not None and choice.saved_bytes >= 0
+        assert choice.cost_s is not None
         for _ in range(2):
             fitted.step(workload.batch)
         assert all(p.grad is None for p in workload.model.parameters())
@@ -111,7 +114,8 @@ def test_clipping_takes_two_backwards() -> None:
 def test_a_step_that_fits_as_it_is_gets_nothing() -> None:
     plan = memfit.plan(wide(), "100%", allow="+step_in_backward", executor="module")
     assert plan.techniques == ()
-    assert "step_in_backward: not needed" in plan.notes
+    (choice,) = plan.choices
+    assert not choice.taken and choice.why.startswith("not needed")
 
 
 def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
@@ -206,8 +210,22 @@ def test_parts_of_several_batches_wait_for_the_last() -> None:
 
 def test_batch_norm_keeps_a_batch_whole() -> None:
     workload = deep(nn.BatchNorm1d(64))
-    with pytest.raises(InfeasibleError, match="would see its statistics in parts"):
+    with pytest.raises(InfeasibleError, match="take its statistics over parts of the batch; force"):
         fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1)
+    with fit_workload(
+        workload, "45%", allow="microbatch", force=["microbatch"], executor="module", steps=1
+    ) as fitted:
+        result = fitted.result
+        assert fitted.plan.split > 1 and result.measured.peak_bytes <= result.budget_bytes
+        assert result.numerics.agree and not result.numerics.bitwise_vs_unplanned
+        assert "as forced: batch norm" in str(result.numerics.note)
+
+
+def test_only_an_allowed_split_can_be_forced() -> None:
+    with pytest.raises(UsageError, match="tiled_loss cannot be forced"):
+        fit_workload(deep(), "45%", allow="+tiled_loss", force=["tiled_loss"])
+    with pytest.raises(UsageError, match="forced, but not allowed"):
+        fit_workload(deep(), "45%", force=["microbatch"])
 
 
 def test_a_profile_with_a_set_up_is_fitted_with_it() -> None:

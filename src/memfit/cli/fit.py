@@ -43,6 +43,7 @@ def fit(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    force: options.Force = None,
     host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
@@ -62,6 +63,7 @@ def fit(
     optimizer: options.Optimizer = None,
     device: options.Device = None,
     fields: options.Fields = None,
+    explain: options.Explain = False,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -84,6 +86,7 @@ def fit(
             executor,
             min_tensor_bytes,
             host_budget,
+            force or [],
         )
         what, goal, accumulate = started(what, goal, accumulate, preset, config)
         plan = _checked(goal, plan_file, output)
@@ -110,7 +113,7 @@ def fit(
             **goal.plan_options(),
         )
         could_move = plan is None and "offload" in techniques
-        _show(session, what, fitted, goal, output, could_move=could_move)
+        _show(session, what, fitted, goal, output, could_move=could_move, explain=explain)
 
 
 def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> Plan | None:
@@ -138,6 +141,7 @@ def _show(
     output: Path | None,
     *,
     could_move: bool,
+    explain: bool,
 ) -> None:
     from memfit import __version__
     from memfit.ir.codec import to_data
@@ -152,7 +156,7 @@ def _show(
         session.emit(result.to_json())
     else:
         rates = fitted.profile.copy if could_move else None
-        session.show(*fit_report(result, fitted.plan, rates))
+        session.show(*fit_report(result, fitted.plan, rates, explain=explain))
         same = [*goal.sweep_words(), *accumulating(fitted.profile.accumulate)]
         session.line(summary_line(result, what.command("plan", "--sweep", *same)))
     if not numbers_agree(result.numerics):

@@ -29,6 +29,7 @@ class GoalOptions:
     executor: str | None = None
     min_tensor_bytes: str | None = None
     host_budget: str | None = None
+    force: Sequence[str] = ()
 
     @property
     def given(self) -> list[str]:
@@ -57,6 +58,7 @@ class GoalOptions:
             "--executor": self.executor,
             "--min-tensor-bytes": self.min_tensor_bytes,
             "--host-budget": self.host_budget,
+            "--force": self.force or None,
         }
         return [option for option, value in named.items() if value is not None]
 
@@ -110,6 +112,7 @@ class GoalOptions:
             "executor": self.executor,
             "min_tensor_bytes": self.smallest_bytes,
             "host_budget": self._host_bytes,
+            "force": self.force,
         }
 
     def techniques_on(self, device_type: str) -> tuple[str, ...]:
@@ -164,7 +167,8 @@ class GoalOptions:
             "--strategy": self.strategy,
             "--interval": self.interval,
         }
-        return [*_given(named), *self._shared_words(self.allow)]
+        forced = [w for name in self.force for w in ("--force", name)]
+        return [*_given(named), *self._shared_words(self.allow), *forced]
 
     def setup_words(self) -> list[str]:
         """The words that every command on the same step must share, whatever its strategy.

@@ -126,6 +126,19 @@ Allow = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
+Force = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--force",
+        metavar="TECHNIQUE",
+        help="Let microbatch split a batch although batch norms then see it in parts.",
+        rich_help_panel=_HOW,
+    ),
+]
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Say of every technique why it was taken or not."),
+]
 Preset = Annotated[
     str | None,
     typer.Option(

@@ -31,6 +31,7 @@ def plan(
     interval: options.Interval = None,
     segments: options.Segments = None,
     allow: options.Allow = None,
+    force: options.Force = None,
     host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
@@ -66,6 +67,7 @@ def plan(
     optimizer: options.Optimizer = None,
     device: options.Device = None,
     fields: options.Fields = None,
+    explain: options.Explain = False,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -84,6 +86,7 @@ def plan(
             executor,
             min_tensor_bytes,
             host_budget,
+            force or [],
         )
         what, goal, accumulate = started(what, goal, accumulate, preset, config)
         _check(goal, sweep, {"--output": output, "--decisions": decisions})
@@ -113,7 +116,7 @@ def plan(
                 progress=session.progress,
                 **goal.plan_options(),
             )
-            _show_plan(session, what, profile, goal, made, output, decisions, every)
+            _show_plan(session, what, profile, goal, made, output, decisions, every, explain)
 
 
 def _check(goal: GoalOptions, sweep: bool, files: Mapping[str, Path | None]) -> None:
@@ -143,6 +146,7 @@ def _show_plan(
     output: Path | None,
     decisions: Path | None,
     every: bool,
+    explain: bool,
 ) -> None:
     from memfit.ir.codec import to_data
     from memfit.report.plan import plan_report, summary_line
@@ -155,7 +159,7 @@ def _show_plan(
         session.emit(to_data(made))
         return
     rates = profile.copy if "offload" in goal.techniques_on(profile.device.type) else None
-    session.show(*plan_report(made, profile.device.name, rates, every=every))
+    session.show(*plan_report(made, profile.device.name, rates, every=every, explain=explain))
     steps = ["--plan", str(output)] if output is not None else goal.words()
     next_command = what.command("fit", *steps, *accumulating(profile.accumulate))
     session.line(summary_line(made, next_command))

@@ -78,6 +78,17 @@ class SegmentPlan:
 
 
 @dataclass(frozen=True)
+class TechniqueChoice:
+    """A technique that could have been used, beside those taken before it, measured unplanned."""
+
+    name: str
+    taken: bool
+    why: str
+    saved_bytes: int | None = None  # of the peak; None: it was not tried
+    cost_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Prediction:
     """What the simulator expects of the planned step."""
 
@@ -112,6 +123,7 @@ class Plan:
     executor: str = "module"
     counts: str = "reserved"  # what must stay within the budget: "reserved" or "live" bytes
     techniques: tuple[str, ...] = ()
+    choices: tuple[TechniqueChoice, ...] = ()  # techniques of the loss and the optimizer
     split: int = 1  # parts that a batch is run in
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     host_bytes: int = 0  # memory that waits on the host at once

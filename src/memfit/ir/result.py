@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.ir.codec import to_data
+from memfit.ir.plan import TechniqueChoice
 from memfit.ir.swap import SwapStatistics
 
 SCHEMA_VERSION = 1
@@ -74,6 +75,7 @@ class Decisions:
     offloaded_bytes: int
     num_segments: int
     techniques: tuple[str, ...]
+    choices: tuple[TechniqueChoice, ...] = ()
 
 
 @dataclass(frozen=True)

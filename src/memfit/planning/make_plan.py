@@ -41,6 +41,7 @@ class Goal:
     min_tensor_bytes: int = 0  # smaller tensors are not worth recomputing or moving
     techniques: tuple[str, ...] = ("recompute",)
     host_bytes: int | None = None  # at most so many may wait on the host; None: as it comes
+    force: tuple[str, ...] = ()  # techniques to use although they change what is computed
 
     @property
     def counts(self) -> str:

@@ -14,6 +14,7 @@ from memfit.ir.profile import CopyRates, Profile
 from memfit.ir.result import Numerics, Result
 from memfit.report.copies import measured_lines, why_nothing_moves
 from memfit.report.plan import decisions_line, executor_line, uncaptured_notes
+from memfit.report.techniques import technique_tables
 from memfit.report.terminal import budget_word, columns, facts, headline, note_lines, ratio
 from memfit.units import format_bytes, format_seconds
 
@@ -27,14 +28,18 @@ class Option:
     plan: Plan
 
 
-def fit_report(result: Result, plan: Plan, rates: CopyRates | None = None) -> list[RenderableType]:
+def fit_report(
+    result: Result, plan: Plan, rates: CopyRates | None = None, *, explain: bool = False
+) -> list[RenderableType]:
     """The whole report of a fit but for its last line.
 
-    `rates` are those of copies, if the plan was allowed to move memory to the host.
+    `rates` are those of copies, if the plan was allowed to move memory to the host. `explain` says
+    of each technique why it was taken or not.
     """
     return [
         headline(result.workload, result.device),
         _comparison(result, plan),
+        *technique_tables(plan, explain=explain),
         facts(_facts(result, plan, rates)),
         *note_lines([*result.notes, *uncaptured_notes(plan)]),
     ]

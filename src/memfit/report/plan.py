@@ -13,6 +13,7 @@ from memfit.ir.plan import KEEP, OFFLOAD, PARTIAL, RECOMPUTE, Plan, SegmentPlan,
 from memfit.ir.profile import CopyRates
 from memfit.report.copies import planned_line, why_nothing_moves
 from memfit.report.decisions import tensor_counts
+from memfit.report.techniques import technique_tables
 from memfit.report.terminal import (
     category_table,
     columns,
@@ -78,16 +79,23 @@ def _early(ahead: tuple[int, int] | None) -> str:
 
 
 def plan_report(
-    plan: Plan, device_name: str, rates: CopyRates | None = None, *, every: bool
+    plan: Plan,
+    device_name: str,
+    rates: CopyRates | None = None,
+    *,
+    every: bool,
+    explain: bool = False,
 ) -> list[RenderableType]:
     """The whole report of a plan but for its last line.
 
-    `rates` are those of copies, if the plan was allowed to move memory to the host.
+    `rates` are those of copies, if the plan was allowed to move memory to the host. `explain` says
+    of each technique why it was taken or not.
     """
     predicted = plan.predicted
     return [
         headline(plan.workload, {"name": device_name}),
         segment_table(plan, every=every),
+        *technique_tables(plan, explain=explain),
         category_table(
             f"predicted peak, in {predicted.where}", predicted.categories, "predicted peak"
         ),

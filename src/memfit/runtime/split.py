@@ -54,12 +54,19 @@ def part_of(workload: Workload, count: int) -> Workload:
     return workload if count == 1 else replace(workload, batch=parts_of(workload.batch, count)[0])
 
 
-def refused_split(workload: Workload) -> str | None:
-    """Why a batch cannot be split without changing what is computed, or None."""
+def refused_split(workload: Workload, *, forced: bool = False) -> str | None:
+    """Why a batch cannot be split without changing what is computed, or None.
+
+    It may change that when `forced`.
+    """
     norms = torch.nn.modules.batchnorm._BatchNorm
     for name, module in unwrap(workload.model).named_modules():
-        if isinstance(module, norms) and module.training and module.track_running_stats:
-            return f"batch norm {name!r} would see its statistics in parts"
+        in_use = isinstance(module, norms) and (module.training or module.running_mean is None)
+        if in_use and not forced:
+            return (
+                f"batch norm {name!r} would take its statistics over parts of the batch; "
+                "force microbatch to train so"
+            )
     try:
         size = samples_in(workload.batch)
     except UsageError as error:
