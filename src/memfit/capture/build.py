@@ -293,7 +293,8 @@ def _blocks(forward: _ForwardRun, step: _StepRun, recomputed: set[int]) -> tuple
         if release is None:
             continue  # nothing in backward ever asks for it
         if call < 0:  # saved by code between segments: nothing can be done about it
-            draft.death = max(draft.death or 0, release)
+            # It may outlive the backward that asks for it: a gradient that was made in forward.
+            draft.death = max(draft.death or 0, step.original_free.get(number, step.end))
             continue
         replayed = call in recomputed and draft.call == call
         dropped = step.replayed_free.get(number, release) if replayed else release
