@@ -12,6 +12,7 @@ from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
+from memfit.planning.few_variants import with_few_variants
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
@@ -175,15 +176,30 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
     strategy = STRATEGIES[goal.strategy]
     request = Request(target, limit_s, goal.interval, goal.time_limit_s, goal.host_bytes)
     first = strategy(simulator, request)
-    if first is None or target is None or _holds(simulator, first, target):
+    if first is None or target is None:
         return first
+    if _holds(simulator, first, target):
+        return _compilable(simulator, request, first, goal.strategy)
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
     # else holds.
     for trim in (False, True):
         found = _tightened(simulator, strategy, request, replace(first, trim=trim))
         if _holds(simulator, found, target):
-            return found
+            return _compilable(simulator, request, found, goal.strategy)
     return first
+
+
+def _compilable(simulator: Simulator, request: Request, choice: Choice, strategy: str) -> Choice:
+    """The choice, with few variants where each has to be compiled."""
+    if strategy != "optimal" or simulator.profile.executor != "inductor":
+        return choice
+    return with_few_variants(
+        simulator,
+        request,
+        choice,
+        holds=lambda found: _holds(simulator, found, request.budget),
+        seconds=lambda found: _seconds(simulator, found),
+    )
 
 
 def _tightened(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -55,13 +55,17 @@ def fastest(
     *,
     time_limit_s: float = 10.0,
     host_bytes: int | None = None,
+    only: Collection[tuple[int, int]] | None = None,
 ) -> Solution | None:
     """The fewest seconds that keep the step within `budget`; None when nothing does.
 
-    At most `host_bytes` may wait on the host. Bytes of the program flow, real copies go piece by
-    piece: where these make the step wait, it is solved again with less trust in the lanes.
+    At most `host_bytes` may wait on the host. `only` these variants, as (joint graph, number in
+    its menu), may be picked; what is proven then is for them. Bytes of the program flow, real
+    copies go piece by piece: where these make the step wait, it is solved again with less trust in
+    the lanes.
     """
     program = _program(simulator)
+    program.only = only
     deadline = time.monotonic() + time_limit_s
     short_s = SHORT_WAIT * simulator.profile.step_s
     first = program.solve(budget, time_limit_s, host_bytes)
@@ -83,7 +87,9 @@ def smallest(
 
     None when the time was not enough to find any.
     """
-    return _program(simulator).solve(None, time_limit_s, host_bytes)
+    program = _program(simulator)
+    program.only = None
+    return program.solve(None, time_limit_s, host_bytes)
 
 
 def _gap(acts: int) -> float:
@@ -127,6 +133,7 @@ class _Program:
         self._cuts: list[frozenset[Act]] = []  # choices that break the budget by next to nothing
         self._host_bytes: int | None = None
         self._lane_share = 1.0
+        self.only: Collection[tuple[int, int]] | None = None  # variants that may be picked
         self._seed_rows()
 
     def _parts(self, act: Act) -> list[Act]:
@@ -227,6 +234,7 @@ class _Program:
         high = np.ones(columns)
         if not self._lane_share:
             high[list(self.lanes.aways)] = 0.0
+        high[[number for number, act in enumerate(self.acts) if not self._may(act)]] = 0.0
         high[acts:counts] = np.inf
         high[transit : transit + self.lanes.columns] = np.inf
         high[[transit + column for column in self.lanes.nothing]] = 0.0
@@ -254,6 +262,11 @@ class _Program:
         copy = self.simulator.copy
         drag = copy.drag if copy is not None and copy.overlap else 0.0
         return chosen, max(0.0, bound_s / (1 + drag))
+
+    def _may(self, act: Act) -> bool:
+        if self.only is None or not isinstance(act, Pick):
+            return True
+        return (self.simulator.graph.calls[act.call].graph, act.variant) in self.only
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one act."""
