@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_terminal() -> None:
+    """Tables are as wide as in a file, whoever runs the tests."""
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from memfit.cli.app import app
 SRC = Path(__file__).resolve().parents[2] / "src"
 TARGET = "target --batch --seq --dtype --optimizer --device --set --json --verbose -v"
 HOW = (
-    "--strategy --interval --segments --allow --host-budget --accumulate --executor "
-    "--min-tensor-bytes --preset --config"
+    "--strategy --interval --segments --allow --force --host-budget --accumulate --executor "
+    "--min-tensor-bytes --preset --config --explain"
 )
 GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {

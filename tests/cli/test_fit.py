@@ -49,7 +49,7 @@ def test_fit_json_holds_the_contract(memfit, tiny, tmp_path):
 def test_without_a_goal_the_range_and_three_choices_are_printed(memfit, tiny):
     result = memfit("fit", *tiny)
     assert result.exit_code == 0, result.stderr
-    assert "the smallest budget a plan can hold is" in result.stdout
+    assert "the smallest budget a plan can hold is" in " ".join(result.stdout.split())
     rows = [line.split()[0] for line in result.stdout.splitlines() if "--budget" in line]
     assert rows[:3] == ["tight", "middle", "roomy"]
     assert "next: memfit fit encoder" in result.stdout.splitlines()[-1]
@@ -182,10 +182,12 @@ def test_techniques_of_the_step_are_told_and_left_out_of_the_sweep(memfit):
     sizes = "--set n_layer=2 --set n_embd=32 --set n_head=2 --set vocab_size=2000"
     ran = memfit(
         *f"fit transformers:gpt2 --batch 4 --seq 32 {sizes} --budget 60% --steps 1".split(),
-        *"--executor module --allow +offload,+tiled_loss".split(),
+        *"--executor module --allow +offload,+tiled_loss,+step_in_backward --explain".split(),
     )
     assert ran.exit_code == 0, ran.stderr
-    assert "tiled_loss: taken" in " ".join(ran.stdout.split())
+    shown = " ".join(ran.stdout.split())
+    assert "technique" in shown and "why" in shown and "the unplanned peak goes from" in shown
+    assert "tiled_loss taken" in shown and "step_in_backward" in shown
     last = ran.stdout.strip().splitlines()[-1]
     assert "--sweep" in last and "--allow +offload" in last and "tiled_loss" not in last
     swept = memfit("plan", "encoder", "--sweep", "--allow", "+tiled_loss")
