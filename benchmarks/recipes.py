@@ -1,0 +1,123 @@
+"""Recipes under their caps, on a GPU: predicted and measured peak, and tokens per second.
+
+    PYTHONPATH=src python3 benchmarks/recipes.py -o benchmarks/results/recipes.json
+
+Each is fitted with every exact technique allowed, so with what a recipe's preset allows, and run
+under the hard cap of the card it stands for. Beside it stands what an earlier guide expected for
+that size of model without having run it. Finished rows in the output file are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import MIB, add_command, heading, load_report, say
+
+import memfit
+from memfit.errors import InfeasibleError
+from memfit.planning.techniques import ACTIVATIONS, APPROXIMATE, STEP
+from memfit.targets import resolve_target
+
+GIB = 2**30
+ALLOW = [*ACTIVATIONS, *(name for name in STEP if name not in APPROXIMATE)]
+# Target, batch, cap in GiB, and what the guide expected.
+RECIPES: dict[str, tuple[str, int, int, str]] = {
+    "gpt2, 8x1024, 4 GiB": ("transformers:gpt2", 8, 4, "2-4 GB"),
+    "gpt2-large, 8x1024, 16 GiB": ("transformers:gpt2-large", 8, 16, "10-14 GB, 80-100 tokens/s"),
+    "gpt2-xl, 4x1024, 16 GiB": ("transformers:gpt2-xl", 4, 16, "10-14 GB, 80-100 tokens/s"),
+}
+TOKENS = 1024
+
+
+def run_recipe(name: str, steps: int, executor: str | None) -> dict[str, Any]:
+    """Fit one recipe and train with it under its cap."""
+    target, batch, gib, _ = RECIPES[name]
+    workload = resolve_target(target, device="cuda", batch=batch, seq=TOKENS, dtype="bf16")
+    begun = time.perf_counter()
+    try:
+        fitted = memfit.fit_workload(
+            workload, gib * GIB, allow=ALLOW, executor=executor, steps=steps, progress=say
+        )
+    except InfeasibleError as refusal:
+        return {"why": refusal.message, "minimum_bytes": refusal.minimum_bytes}
+    seconds = time.perf_counter() - begun
+    result = fitted.result
+    fitted.undo()
+    return {
+        "budget_bytes": result.budget_bytes,
+        "plain_peak_bytes": result.baseline.peak_bytes,
+        "predicted_peak_bytes": result.predicted.peak_bytes,
+        "measured_peak_bytes": result.measured.peak_bytes,
+        "measured_reserved_bytes": result.measured.peak_reserved_bytes,
+        "retries": result.measured.retries,
+        "predicted_step_s": result.predicted.step_s,
+        "measured_step_s": result.measured.step_s,
+        "tokens_per_s": batch * TOKENS / result.measured.step_s,
+        "time_ratio": result.measured.time_ratio,
+        "techniques": list(result.decisions.techniques),
+        "executor": fitted.plan.executor,
+        "numbers_agree": result.numerics.agree or result.numerics.bitwise_vs_unplanned,
+        "note": result.numerics.note,
+        "fit_s": seconds,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All rows as a Markdown table."""
+    lines = [
+        *heading("Recipes under their caps", report),
+        "| recipe | plain peak | predicted peak | measured peak | reserved | tokens/s "
+        "| time / plain | techniques | the guide expected |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in report["recipes"].items():
+        expected = RECIPES[name][3]
+        if "why" in row:
+            minimum = (row["minimum_bytes"] or 0) / MIB
+            lines.append(
+                f"| {name} | refused: the minimum is {minimum:.0f} MB | | | | | | | {expected} |"
+            )
+            continue
+        error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
+        ratio = "-" if row["time_ratio"] is None else f"{row['time_ratio']:.2f}"
+        lines.append(
+            f"| {name} | {row['plain_peak_bytes'] / MIB:.0f} MB "
+            f"| {row['predicted_peak_bytes'] / MIB:.0f} MB "
+            f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "
+            f"| {row['measured_reserved_bytes'] / MIB:.0f} MB | {row['tokens_per_s']:.0f} "
+            f"| {ratio} | {', '.join(row['techniques'])} ({row['executor']}) | {expected} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("recipes.json"))
+    parser.add_argument("--only", nargs="*", default=list(RECIPES), help="names of recipes")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--executor", help="module, graph or inductor; left out: the usual one")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    report = load_report(arguments.output, "recipes")
+    add_command(report)
+    rows: dict[str, Any] = report["recipes"]
+    for name in arguments.only:
+        if name not in rows:
+            say(name)
+            rows[name] = run_recipe(name, arguments.steps, arguments.executor)
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            gc.collect()
+            torch.cuda.empty_cache()
+    arguments.output.with_suffix(".md").write_text(markdown(report))
+    print(markdown(report))
+
+
+if __name__ == "__main__":
+    main()
