@@ -9,25 +9,25 @@ interval until two neighbours are left. Finished workloads in the output file ar
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_command, heading, load_report, say
+from common import arguments_of, fill, heading, say
 
 import memfit
-from memfit.measure.cuda_allocator import prefer_expandable_segments, settle_optimizer_state
 from memfit.measure.memory import memory_cap
-from memfit.measure.step import is_out_of_memory, run_step, untouched
+from memfit.measure.step import run_step, untouched
 from memfit.targets import resolve_target
+from memfit.train.batch_size.find import MAX_SIZE
+from memfit.train.batch_size.planned import largest_planned
 from memfit.train.batch_size.rebatch import rebatch
+from memfit.train.batch_size.trial import run_trial
 from memfit.workload import Workload
 
 WORKLOADS: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -37,78 +37,55 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any], float]] = {
 }
 STEPS = 3  # of every trial
 STARTING_SIZE = 1024  # where accelerate begins
-Fits = Callable[[int], bool]
+# The workload and the cap; the size reached and the runs it took.
+Finder = Callable[[Workload, int], tuple[int, int]]
 
 
-class Trials:
-    """Runs sizes under the cap and counts them."""
+def brute_force(workload: Workload, budget: int) -> tuple[int, int]:
+    """The largest size that holds the budget, exactly."""
+    runs = 0
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.count = 0
+    def holds(size: int) -> bool:
+        nonlocal runs
+        runs += 1
+        return run_trial(workload, size, budget, partial(rebatch, workload.batch), steps=1).holds
 
-    def run(self, size: int) -> None:
-        """Some steps of a batch of this size; out of memory where they do not fit."""
-        self.count += 1
-        workload = self.workload
-        with untouched(workload):
-            whole = workload.batch
-            try:
-                workload.batch = rebatch(whole, size)
-                for _ in range(STEPS):
-                    run_step(workload)
-                    settle_optimizer_state(workload.optimizer, workload.device)
-            finally:
-                workload.batch = whole
-
-    def fits(self, size: int) -> bool:
-        """Whether they do."""
-        try:
-            self.run(size)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        else:
-            fits = True
-        gc.collect()
-        torch.cuda.empty_cache()
-        return fits
-
-
-def brute_force(workload: Workload) -> tuple[int, int]:
-    """The largest size that runs, exactly, and the runs that took."""
-    trials = Trials(workload)
     low, high = 1, 2
-    while trials.fits(high):
+    while holds(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if trials.fits(middle) else (low, middle)
-    return low, trials.count
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, runs
 
 
-def by_accelerate(workload: Workload) -> tuple[int, int]:
+def by_accelerate(workload: Workload, budget: int) -> tuple[int, int]:
     """What accelerate's decorator comes down to."""
     from accelerate.utils import find_executable_batch_size
 
-    trials = Trials(workload)
+    runs = 0
 
     def train(batch_size: int) -> int:
-        trials.run(batch_size)
+        nonlocal runs
+        runs += 1
+        sized = replace(workload, batch=rebatch(workload.batch, batch_size))
+        with untouched(sized):
+            for _ in range(STEPS):
+                run_step(sized)
         return batch_size
 
-    found: int = find_executable_batch_size(train, starting_batch_size=STARTING_SIZE)()
-    return found, trials.count
+    with memory_cap(workload.device, budget):
+        found: int = find_executable_batch_size(train, starting_batch_size=STARTING_SIZE)()
+    return found, runs
 
 
-def by_lightning(workload: Workload) -> tuple[int, int]:
+def by_lightning(workload: Workload, budget: int) -> tuple[int, int]:
     """What Lightning's tuner finds by halving an interval."""
     import lightning
     from lightning.pytorch.tuner import Tuner
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trials = 0
+    runs = 0
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -119,15 +96,12 @@ def by_lightning(workload: Workload) -> tuple[int, int]:
             return workload.loss_fn(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            kind = type(workload.optimizer)
-            made: torch.optim.Optimizer = kind(
-                self.model.parameters(), **workload.optimizer.defaults
-            )
-            return made
+            kind, options = type(workload.optimizer), workload.optimizer.defaults
+            return kind(self.model.parameters(), **options)
 
         def train_dataloader(self) -> Any:
-            nonlocal trials
-            trials += 1
+            nonlocal runs
+            runs += 1
             return torch.utils.data.DataLoader(
                 range(10**6),  # type: ignore[arg-type]
                 batch_size=self.batch_size,
@@ -144,68 +118,73 @@ def by_lightning(workload: Workload) -> tuple[int, int]:
         enable_model_summary=False,
     )
     module = Module()
-    found = Tuner(trainer).scale_batch_size(
-        module, mode="binsearch", steps_per_trial=STEPS, init_val=2
-    )
-    return int(found or module.batch_size), trials
+    with memory_cap(workload.device, budget):
+        found = Tuner(trainer).scale_batch_size(
+            module, mode="binsearch", steps_per_trial=STEPS, init_val=2
+        )
+    return int(found or module.batch_size), runs
 
 
-FINDERS: dict[str, Callable[[Workload], tuple[int, int]]] = {
+FINDERS: dict[str, Finder] = {
     "brute force": brute_force,
     "accelerate": by_accelerate,
     "lightning": by_lightning,
 }
 
 
-def search_all(name: str, rows: dict[str, Any], save: Callable[[], None]) -> None:
-    """Fill the rows of one workload, each finder on a workload of its own."""
+def search_all(name: str) -> dict[str, Any]:
+    """The rows of one workload, each finder on a workload of its own."""
     target, options, gib = WORKLOADS[name]
     budget = int(gib * 2**30)
-    build = partial(resolve_target, target, device="cuda", **options)
-    if "memfit" not in rows:
-        say(f"{name}: memfit")
-        begun = time.perf_counter()
-        found = memfit.find_batch_size(build(), budget, steps=STEPS)
-        rows["memfit"] = {
-            "size": found.largest.size,
-            "runs": len(found.trials),
-            "seconds": time.perf_counter() - begun,
-            "fastest_size": found.fastest.size,
-            "samples_per_s": found.largest.samples_per_s,
-            "best_samples_per_s": found.fastest.samples_per_s,
-        }
-        save()
+    rows = by_memfit(resolve_target(target, device="cuda", **options), budget)
     for finder, find in FINDERS.items():
-        if finder in rows:
-            continue
+        gc.collect()
+        torch.cuda.empty_cache()
         say(f"{name}: {finder}")
-        workload = build()
-        prefer_expandable_segments(workload.device)
+        workload = resolve_target(target, device="cuda", **options)
         begun = time.perf_counter()
         try:
-            with memory_cap(workload.device, budget):
-                size, runs = find(workload)
+            size, runs = find(workload, budget)
             rows[finder] = {"size": size, "runs": runs, "seconds": time.perf_counter() - begun}
         except Exception as error:  # a peer that cannot do it is a row that says so
             rows[finder] = {"error": f"{type(error).__name__}: {error}"[:200]}
         del workload
-        gc.collect()
-        torch.cuda.empty_cache()
-        save()
-    if "memfit with a plan" not in rows:
-        say(f"{name}: memfit with a plan")
-        begun = time.perf_counter()
-        found = memfit.find_batch_size(
-            build(), budget, steps=STEPS, with_plan=True, executor="module"
-        )
-        planned = found.planned
-        rows["memfit with a plan"] = {
-            "size": found.largest.size if planned is None else planned.size,
+    return rows
+
+
+def by_memfit(workload: Workload, budget: int) -> dict[str, Any]:
+    """What memfit finds without a plan, and with one on top of that."""
+    make_batch = partial(rebatch, workload.batch)
+    begun = time.perf_counter()
+    found = memfit.find_batch_size(workload, budget, steps=STEPS)
+    seconds = time.perf_counter() - begun
+    with_plan = largest_planned(
+        workload,
+        found,
+        make_batch,
+        max_size=MAX_SIZE,
+        allow=None,
+        executor="module",
+        steps=STEPS,
+        progress=say,
+    )
+    planned = with_plan.planned or found.largest
+    return {
+        "memfit": {
+            "size": found.largest.size,
+            "runs": len(found.trials),
+            "seconds": seconds,
+            "fastest_size": found.fastest.size,
+            "samples_per_s": found.largest.samples_per_s,
+            "best_samples_per_s": found.fastest.samples_per_s,
+        },
+        "memfit with a plan": {
+            "size": planned.size,
             "runs": len(found.trials),
             "seconds": time.perf_counter() - begun,
-            "samples_per_s": None if planned is None else planned.samples_per_s,
-        }
-        save()
+            "samples_per_s": planned.samples_per_s,
+        },
+    }
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -235,21 +214,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=Path("batch-size.json"))
-    parser.add_argument("--only", nargs="*", default=list(WORKLOADS), help="names of workloads")
-    arguments = parser.parse_args()
-    report = load_report(arguments.output, "workloads")
-    add_command(report)
-
-    def save() -> None:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(markdown(report))
-
-    for name in arguments.only:
-        search_all(name, report["workloads"].setdefault(name, {}), save)
-    save()
-    print(markdown(report))
+    arguments = arguments_of(__doc__, "batch-size.json", WORKLOADS).parse_args()
+    fill(arguments.output, "workloads", arguments.only, search_all, markdown)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ peak, reserved bytes and seconds of each combination, timed in turn with the pla
 from __future__ import annotations
 
 import argparse
-import json
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import MIB, add_command, heading, load_report, say
+from common import MIB, add_command, heading, load_report, save_report, say
 from swapping.session import TINY, WORKLOADS
 from swapping.systems import System, a_a_spread, measure_systems
 
@@ -47,8 +46,7 @@ def main() -> None:
         key = f"{name}, {arguments.executor}"
         if key not in report["workloads"]:
             report["workloads"][key] = measure(name, arguments)
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            arguments.output.with_suffix(".md").write_text(markdown(report))
+            save_report(arguments.output, report, markdown(report))
     print(markdown(report))
 
 

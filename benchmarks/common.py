@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,42 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
         "command": _command(sys.argv),
         **{section: {} for section in sections},
     }
+
+
+def arguments_of(
+    description: str | None, output: str, names: Iterable[str]
+) -> argparse.ArgumentParser:
+    """A parser for the file to write and the names to run."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-o", "--output", type=Path, default=Path(output))
+    parser.add_argument("--only", nargs="*", default=list(names), metavar="NAME")
+    return parser
+
+
+def save_report(path: Path, report: dict[str, Any], table: str) -> None:
+    """Write the report as JSON, and its tables beside it."""
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table)
+
+
+def fill(
+    path: Path,
+    section: str,
+    names: Iterable[str],
+    make: Callable[[str], Any],
+    markdown: Callable[[dict[str, Any]], str],
+) -> None:
+    """Make what the report in the file lacks, row by row, and print its tables."""
+    report = load_report(path, section)
+    add_command(report)
+    for name in names:
+        if name not in report[section]:
+            say(name)
+            report[section][name] = make(name)
+            save_report(path, report, markdown(report))
+            gc.collect()
+            torch.cuda.empty_cache()
+    print(markdown(report))
 
 
 def add_command(report: dict[str, Any]) -> None:

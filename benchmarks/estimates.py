@@ -9,14 +9,9 @@ rows in the output file are kept.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
-from pathlib import Path
 from typing import Any
 
-import torch
-from common import MIB, add_command, heading, load_report, say
+from common import MIB, arguments_of, fill, heading
 
 import memfit
 from memfit.measure.memory import measure_peak
@@ -77,21 +72,8 @@ def markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=Path("estimates.json"))
-    parser.add_argument("--only", nargs="*", default=list(WORKLOADS), help="names of workloads")
-    arguments = parser.parse_args()
-    report = load_report(arguments.output, "workloads")
-    add_command(report)
-    for name in arguments.only:
-        if name not in report["workloads"]:
-            say(name)
-            report["workloads"][name] = beside(name)
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            gc.collect()
-            torch.cuda.empty_cache()
-    arguments.output.with_suffix(".md").write_text(markdown(report))
-    print(markdown(report))
+    arguments = arguments_of(__doc__, "estimates.json", WORKLOADS).parse_args()
+    fill(arguments.output, "workloads", arguments.only, beside, markdown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import MIB, heading, load_report
+from common import MIB, heading, load_report, save_report
 from torch.utils.checkpoint import checkpoint
 
 import memfit
@@ -69,7 +68,7 @@ def main() -> None:
     names = arguments.only or [*WORKLOADS, *REDUCTIONS]
 
     def save() -> None:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        save_report(arguments.output, report, markdown(report))
 
     for name in names:
         if name in REDUCTIONS and name not in report["reductions"]:
@@ -80,9 +79,7 @@ def main() -> None:
             rows = report["workloads"].setdefault(name, {})
             fit_and_compare(name, rows, arguments.executor, arguments.steps, save)
             save()
-    table = markdown(report)
-    arguments.output.with_suffix(".md").write_text(table)
-    print(table)
+    print(markdown(report))
 
 
 def fit_and_compare(

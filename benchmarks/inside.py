@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from common import MIB, heading, load_report
+from common import MIB, heading, load_report, save_report
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -75,8 +74,7 @@ def main() -> None:
     report = load_report(arguments.output, "workloads")
 
     def save() -> None:
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(markdown(report))
+        save_report(arguments.output, report, markdown(report))
 
     for name in arguments.only:
         rows = report["workloads"].setdefault(name, {"fits": {}, "systems": {}})

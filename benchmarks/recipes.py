@@ -9,15 +9,12 @@ that size of model without having run it. Finished rows in the output file are k
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from common import MIB, add_command, heading, load_report, say
+from common import MIB, arguments_of, fill, heading, say
 
 import memfit
 from memfit.errors import InfeasibleError
@@ -98,25 +95,13 @@ def markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=Path("recipes.json"))
-    parser.add_argument("--only", nargs="*", default=list(RECIPES), help="names of recipes")
+    parser = arguments_of(__doc__, "recipes.json", RECIPES)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--executor", help="module, graph or inductor; left out: the usual one")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
-    report = load_report(arguments.output, "recipes")
-    add_command(report)
-    rows: dict[str, Any] = report["recipes"]
-    for name in arguments.only:
-        if name not in rows:
-            say(name)
-            rows[name] = run_recipe(name, arguments.steps, arguments.executor)
-            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            gc.collect()
-            torch.cuda.empty_cache()
-    arguments.output.with_suffix(".md").write_text(markdown(report))
-    print(markdown(report))
+    run = partial(run_recipe, steps=arguments.steps, executor=arguments.executor)
+    fill(arguments.output, "recipes", arguments.only, run, markdown)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ long the rest takes, and `--time-limit` starts nothing that would not end in tim
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_command, load_report, say
+from common import add_command, load_report, save_report, say
 from swapping import everything, flat, hides, pays, simulated, valve
 from swapping.session import LAYERS, Session
 from swapping.tables import PARTS, markdown
@@ -84,8 +83,7 @@ def main() -> None:
             continue
         say(f"{unit.part}: {unit.key} (about {unit.seconds:.0f} s; {passed:.0f} s so far)")
         report.setdefault(unit.part, {})[unit.key] = run_unit(unit, session)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-        arguments.output.with_suffix(".md").write_text(markdown(report))
+        save_report(arguments.output, report, markdown(report))
     print(markdown({k: v for k, v in report.items() if k not in PARTS or k in arguments.only}))
 
 

@@ -25,6 +25,7 @@ from memfit.planning.techniques import (
     MICROBATCH,
     OPTIMIZER,
     STEP,
+    forced_techniques,
     techniques_for,
 )
 from memfit.runtime.apply import Applied, check_plan
@@ -104,8 +105,13 @@ def plan(
         facts = what.device if isinstance(what, Profile) else device_facts(what.device)
         check_budget_text(budget, facts)
     kind = what.device.type
-    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
-    goal = replace(goal, min_tensor_bytes=min_tensor_bytes, force=forced_techniques(force, goal))
+    goal = replace(
+        _goal(strategy, allow, force, host_budget, kind),
+        max_slowdown=max_slowdown,
+        activation_reduction=activation_reduction,
+        interval=interval,
+        min_tensor_bytes=min_tensor_bytes,
+    )
     base = what if isinstance(what, Profile) else profiled
     if base is None:
         assert isinstance(what, Workload)
@@ -200,8 +206,13 @@ def fit_workload(
     if budget is not None:
         check_budget_text(budget, device_facts(workload.device))
     kind = workload.device.type
-    goal = _goal(strategy, allow, host_budget, max_slowdown, activation_reduction, interval, kind)
-    goal = replace(goal, min_tensor_bytes=min_tensor_bytes, force=forced_techniques(force, goal))
+    goal = replace(
+        _goal(strategy, allow, force, host_budget, kind),
+        max_slowdown=max_slowdown,
+        activation_reduction=activation_reduction,
+        interval=interval,
+        min_tensor_bytes=min_tensor_bytes,
+    )
     if plan is not None:
         check_plan_for(plan, part_of(workload, plan.split))
         executor = plan.executor
@@ -292,18 +303,6 @@ def _measuring(
     return measure
 
 
-def forced_techniques(force: Sequence[str], goal: Goal) -> tuple[str, ...]:
-    """The techniques to use although they change what is computed; UsageError for any other."""
-    for name in force:
-        if name != MICROBATCH:
-            raise UsageError(
-                f"{name} cannot be forced", hint=f"{MICROBATCH} can, where there is a batch norm"
-            )
-        if name not in goal.techniques:
-            raise UsageError(f"{name} is forced, but not allowed", hint=f"add --allow +{name}")
-    return tuple(force)
-
-
 def resolve_executor(name: str | None, device: torch.device) -> str:
     """The executor of this name; None: the device's usual one."""
     if name is None or name == "auto":
@@ -331,12 +330,11 @@ def check_plan_for(plan: Plan, workload: Workload) -> None:
 def _goal(
     strategy: str,
     allow: str | Sequence[str] | None,
+    force: Sequence[str],
     host_budget: str | int | None,
-    max_slowdown: float | None,
-    activation_reduction: float | None,
-    interval: int | None,
     device_type: str,
 ) -> Goal:
+    """The goal with the techniques that a plan may use there."""
     techniques = techniques_for(strategy, allow, device_type)
     host_bytes = None
     if "offload" in techniques:
@@ -350,9 +348,7 @@ def _goal(
         strategy=strategy if techniques else "none",
         techniques=techniques,
         host_bytes=host_bytes,
-        max_slowdown=max_slowdown,
-        activation_reduction=activation_reduction,
-        interval=interval,
+        force=forced_techniques(force, techniques),
     )
 
 

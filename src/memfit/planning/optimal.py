@@ -65,16 +65,17 @@ def fastest(
     the lanes.
     """
     program = _program(simulator)
-    program.only = only
     deadline = time.monotonic() + time_limit_s
     short_s = SHORT_WAIT * simulator.profile.step_s
-    first = program.solve(budget, time_limit_s, host_bytes)
+    first = program.solve(budget, time_limit_s, host_bytes, only=only)
     if first is None or simulator.traffic(first.acts).stall_s <= short_s:
         return first
     found = [first]
     for share in LESS_TRUST:
         left_s = deadline - time.monotonic()
-        again = program.solve(budget, left_s, host_bytes, share) if left_s > 0.5 else None
+        again = None
+        if left_s > 0.5:
+            again = program.solve(budget, left_s, host_bytes, share, only)
         found += [] if again is None else [again]
     best = min(found, key=lambda solution: simulator.step_seconds(solution.acts))
     return replace(best, lower_bound_s=first.lower_bound_s, stopped=first.stopped)
@@ -87,9 +88,7 @@ def smallest(
 
     None when the time was not enough to find any.
     """
-    program = _program(simulator)
-    program.only = None
-    return program.solve(None, time_limit_s, host_bytes)
+    return _program(simulator).solve(None, time_limit_s, host_bytes)
 
 
 def _gap(acts: int) -> float:
@@ -133,7 +132,7 @@ class _Program:
         self._cuts: list[frozenset[Act]] = []  # choices that break the budget by next to nothing
         self._host_bytes: int | None = None
         self._lane_share = 1.0
-        self.only: Collection[tuple[int, int]] | None = None  # variants that may be picked
+        self._only: Collection[tuple[int, int]] | None = None  # variants that may be picked
         self._seed_rows()
 
     def _parts(self, act: Act) -> list[Act]:
@@ -148,9 +147,10 @@ class _Program:
         time_limit_s: float,
         host_bytes: int | None = None,
         lane_share: float = 1.0,
+        only: Collection[tuple[int, int]] | None = None,
     ) -> Solution | None:
         """Solve, simulate, add the rows that were broken, until none is."""
-        self._host_bytes, self._lane_share = host_bytes, lane_share
+        self._host_bytes, self._lane_share, self._only = host_bytes, lane_share, only
         deadline = time.monotonic() + time_limit_s
         best: tuple[Act, ...] | None = None
         bound_s = 0.0
@@ -264,9 +264,9 @@ class _Program:
         return chosen, max(0.0, bound_s / (1 + drag))
 
     def _may(self, act: Act) -> bool:
-        if self.only is None or not isinstance(act, Pick):
+        if self._only is None or not isinstance(act, Pick):
             return True
-        return (self.simulator.graph.calls[act.call].graph, act.variant) in self.only
+        return (self.simulator.graph.calls[act.call].graph, act.variant) in self._only
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one act."""

@@ -61,3 +61,15 @@ def allowed_techniques(
     plain = [n for n in names if not n.startswith("+")]
     added = [n.removeprefix("+") for n in names if n.startswith("+")]
     return tuple(dict.fromkeys([*(plain or default), *added])) if names else ()
+
+
+def forced_techniques(force: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """The techniques to use although they change what is computed; UsageError for any other."""
+    for name in force:
+        if name != MICROBATCH:
+            raise UsageError(
+                f"{name} cannot be forced", hint=f"{MICROBATCH} can, where there is a batch norm"
+            )
+        if name not in allowed:
+            raise UsageError(f"{name} is forced, but not allowed", hint=f"add --allow +{name}")
+    return tuple(force)

@@ -13,7 +13,7 @@ from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.recompute import Recompute
-from memfit.runtime.reversible import Reversible
+from memfit.runtime.reversible import Stacked
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import model_signature
 from memfit.runtime.swap.arena import Arena
@@ -22,7 +22,7 @@ from memfit.runtime.swap.engine import Swap
 from memfit.workload import refuse_compiled, unwrap
 
 
-class Applied(Reversible):
+class Applied(Stacked):
     """A plan at work. A context manager: leaving it restores the model."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module, setup: Setup | None = None) -> None:
@@ -35,42 +35,28 @@ class Applied(Reversible):
         self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
         self.router: Router | None = None
 
-    @property
-    def at_work(self) -> bool:
-        """Whether the model runs by the plan now."""
-        return self._stack is not None
-
-    def install(self) -> Applied:
+    def _make(self, stack: ExitStack) -> None:
         """Start executing the plan."""
-        assert self._stack is None, "the plan is at work already"
         code = plan_code(self.plan)
         engine: Engine = plan_engine(self.plan, self.model)
-        with ExitStack() as stack:
-            if self.setup is not None:
-                stack.enter_context(self.setup)
-            if self.plan.host_bytes:
-                engine = self._swap(engine)
-                stack.callback(engine.close)
-            stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
-            route = Route(self.plan.route, self.plan.model_calls)
-            given = None if self.swap is None else self.swap.keep
-            self.router = Router(self.model, route, engine, code, given)
-            stack.callback(self.router.uninstall)
-            self.router.install()
-            self._stack = stack.pop_all()
-        return self
+        if self.setup is not None:
+            stack.enter_context(self.setup)
+        if self.plan.host_bytes:
+            engine = self._swap(engine)
+            stack.callback(engine.close)
+        stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
+        route = Route(self.plan.route, self.plan.model_calls)
+        given = None if self.swap is None else self.swap.keep
+        self.router = Router(self.model, route, engine, code, given)
+        stack.callback(setattr, self, "router", None)
+        stack.callback(self.router.uninstall)
+        self.router.install()
 
     def _swap(self, engine: Engine) -> Swap:
         if self.swap is None:
             self._arena = arena_for(self.plan, self.model)
             self.swap = swap_around(engine, self.plan, self.model, self._arena)
         return self.swap
-
-    def undo(self) -> None:
-        """Restore the model; harmless when done twice."""
-        if self._stack is not None:
-            stack, self._stack, self.router = self._stack, None, None
-            stack.close()
 
 
 def plan_engine(plan: Plan, model: torch.nn.Module) -> Recompute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import Self
 
 
@@ -30,3 +31,32 @@ class Reversible(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+class Stacked(Reversible):
+    """A change made of others, which are taken back in the opposite order."""
+
+    _stack: ExitStack | None = None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the change is made now."""
+        return self._stack is not None
+
+    def install(self) -> Self:
+        """Make the change."""
+        assert self._stack is None, f"{type(self).__name__} is at work already"
+        with ExitStack() as stack:
+            self._make(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def undo(self) -> None:
+        """Take it back; harmless when done twice."""
+        if self._stack is not None:
+            stack, self._stack = self._stack, None
+            stack.close()
+
+    @abstractmethod
+    def _make(self, stack: ExitStack) -> None:
+        """Make the changes, and put on the stack what takes each back."""

@@ -16,7 +16,7 @@ from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
-from memfit.runtime.reversible import Reversible
+from memfit.runtime.reversible import Stacked
 from memfit.runtime.tiled_loss.in_model import TiledLoss
 from memfit.workload import unwrap
 
@@ -24,7 +24,7 @@ Parameters = list[torch.nn.Parameter]
 _BITS: dict[str, Bits] = {"optim_bf16_sr": "bf16_sr", "optim_8bit": "8bit"}
 
 
-class Setup(Reversible):
+class Setup(Stacked):
     """Techniques at work on a model and its optimizer. A context manager: leaving it restores both.
 
     `modules` are the segments' names: the parameters of each step together.
@@ -43,39 +43,23 @@ class Setup(Reversible):
         self.tile_bytes = tile_bytes
         self.in_backward: StepInBackward | None = None
         self._model, self._optimizer, self._modules = model, optimizer, tuple(modules)
-        self._stack: ExitStack | None = None
 
-    @property
-    def at_work(self) -> bool:
-        """Whether it is at work now."""
-        return self._stack is not None
-
-    def install(self) -> Setup:
-        """Put the techniques to work."""
-        assert self._stack is None, "the set-up is at work already"
-        with ExitStack() as stack:
-            if "tiled_loss" in self.techniques:
-                stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
-            stepper = self._stepper()
-            if stepper is not None:
-                stack.enter_context(stepper)
-            if "step_in_backward" in self.techniques:
-                step = StepInBackward(
-                    self._stepped(),
-                    self._groups(),
-                    clip="two_pass",
-                    clipped=unwrap(self._model).parameters(),
-                    stepper=stepper,
-                )
-                self.in_backward = stack.enter_context(step)
-            self._stack = stack.pop_all()
-        return self
-
-    def undo(self) -> None:
-        """Restore the model and the optimizer; harmless when done twice."""
-        if self._stack is not None:
-            stack, self._stack, self.in_backward = self._stack, None, None
-            stack.close()
+    def _make(self, stack: ExitStack) -> None:
+        if "tiled_loss" in self.techniques:
+            stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
+        stepper = self._stepper()
+        if stepper is not None:
+            stack.enter_context(stepper)
+        if "step_in_backward" in self.techniques:
+            step = StepInBackward(
+                self._stepped(),
+                self._groups(),
+                clip="two_pass",
+                clipped=unwrap(self._model).parameters(),
+                stepper=stepper,
+            )
+            self.in_backward = stack.enter_context(step)
+            stack.callback(setattr, self, "in_backward", None)
 
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Within it, gradients stay when backward is over, whatever the techniques."""

@@ -59,16 +59,23 @@ def refused_split(workload: Workload, *, forced: bool = False) -> str | None:
 
     It may change that when `forced`.
     """
-    norms = torch.nn.modules.batchnorm._BatchNorm
-    for name, module in unwrap(workload.model).named_modules():
-        in_use = isinstance(module, norms) and (module.training or module.running_mean is None)
-        if in_use and not forced:
-            return (
-                f"batch norm {name!r} would take its statistics over parts of the batch; "
-                "force microbatch to train so"
-            )
+    norm = norm_over_the_batch(workload)
+    if norm is not None and not forced:
+        return (
+            f"batch norm {norm!r} would take its statistics over parts of the batch; "
+            "force microbatch to train so"
+        )
     try:
         size = samples_in(workload.batch)
     except UsageError as error:
         return error.message
     return "a batch of one cannot be split" if size < 2 else None
+
+
+def norm_over_the_batch(workload: Workload) -> str | None:
+    """The name of a batch norm that takes statistics of the batches it sees, or None."""
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    for name, module in unwrap(workload.model).named_modules():
+        if isinstance(module, norms) and (module.training or module.running_mean is None):
+            return name
+    return None

@@ -20,7 +20,7 @@ from memfit.ir.result import Numerics
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, run_step, untouched
 from memfit.runtime.apply import Applied
 from memfit.runtime.random_state import RandomState
-from memfit.runtime.split import parts_of, refused_split, samples_in
+from memfit.runtime.split import norm_over_the_batch, parts_of, samples_in
 from memfit.workload import Workload
 
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
@@ -179,13 +179,13 @@ def check_split(workload: Workload, planned: Applied, result: Numerics) -> Numer
     parts = _numbers_of_parts(workload, planned)
     apart = gradient_error(plain, parts)
     note = f"all parts together are {apart:.2g} of the gradients' length from the whole batch"
-    changed = refused_split(workload)
-    if changed is not None:
-        note += f", as forced: {changed.partition(';')[0]}"
+    norm = norm_over_the_batch(workload)
+    if norm is not None:
+        note += f", as forced: batch norm {norm!r} takes its statistics over parts"
     return replace(
         result,
         bitwise_vs_unplanned=False,
-        agree=result.agree and (changed is not None or apart <= REORDERED_TOLERANCE),
+        agree=result.agree and (norm is not None or apart <= REORDERED_TOLERANCE),
         note=f"{result.note}; {note}" if result.note else note,
     )
 

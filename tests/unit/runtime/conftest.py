@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from memfit.capture.captured import Captured
 from memfit.capture.find import find_segments
@@ -132,3 +134,13 @@ def assert_trains_alike(
 @pytest.fixture(scope="session")
 def run_numbers() -> Callable[[Workload, int], list[dict[str, Any]]]:
     return numbers
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """A group of this one process, for models that are wrapped to train on several."""
+    if not dist.is_available():
+        pytest.skip("this torch has no distributed package")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import memfit
@@ -143,15 +142,6 @@ def test_a_route_to_missing_modules_is_refused_and_leaves_nothing(zoo: SimpleNam
         router.install()
     router.uninstall()
     assert not any("forward" in m.__dict__ for m in model.modules())
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    if not dist.is_available():
-        pytest.skip("this torch has no distributed package")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -14,14 +14,14 @@ from memfit.runtime.calls import Forward, Wrap, replaced_forward
 from memfit.runtime.lowbit.int8_modules import channel_axis, find_modules
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor, quantize
 from memfit.runtime.optimizer.footprint import Footprint
-from memfit.runtime.reversible import Reversible
+from memfit.runtime.reversible import Stacked
 from memfit.runtime.swap.moved import Geometry
 from memfit.workload import refuse_compiled, unwrap
 
 log = logging.getLogger(__name__)
 
 
-class Int8Weights(Reversible):
+class Int8Weights(Stacked):
     """Keeps the frozen weights of Linear, Embedding and Conv modules in int8.
 
     Approximate: a weight is used within half a scale of itself. The exact weights lie in host
@@ -45,47 +45,31 @@ class Int8Weights(Reversible):
         self.modules = find_modules(unwrap(model), names, forward_only)
         self._symmetric, self._per_channel = symmetric, per_channel
         self._weights: dict[int, _Weight] = {}  # by id of the parameter: modules may share one
-        self._stack: ExitStack | None = None
 
-    @property
-    def at_work(self) -> bool:
-        """Whether it is at work now."""
-        return self._stack is not None
-
-    def install(self) -> Int8Weights:
+    def _make(self, stack: ExitStack) -> None:
         """Quantise the weights and let them go from the device."""
-        assert self._stack is None, "the weights are in int8 already"
-        with ExitStack() as stack:
-            stack.callback(self._weights.clear)
-            for name, module in self.modules.items():
-                parameter: Any = module.weight
-                if id(parameter) not in self._weights:
-                    axis = channel_axis(module) if self._per_channel else None
-                    weight = _Weight(name, parameter, self._symmetric, axis)
-                    stack.callback(weight.put_back)
-                    self._weights[id(parameter)] = weight
-            for module in dict.fromkeys(self.modules.values()):
-                wrap = _wrap(module, self._weights[id(module.weight)])
-                stack.enter_context(replaced_forward(module, wrap))
-                # With hooks, torch's encoder layer calls its modules, and else may read past them.
-                stack.callback(module.register_forward_pre_hook(_nothing).remove)
-            self._stack = stack.pop_all()
-        return self
-
-    def undo(self) -> None:
-        """Put the exact weights back; harmless when done twice."""
-        if self._stack is not None:
-            stack, self._stack = self._stack, None
-            stack.close()
+        stack.callback(self._weights.clear)
+        for name, module in self.modules.items():
+            parameter: Any = module.weight
+            if id(parameter) not in self._weights:
+                axis = channel_axis(module) if self._per_channel else None
+                weight = _Weight(name, parameter, self._symmetric, axis)
+                stack.callback(weight.put_back)
+                self._weights[id(parameter)] = weight
+        for module in dict.fromkeys(self.modules.values()):
+            wrap = _wrap(module, self._weights[id(module.weight)])
+            stack.enter_context(replaced_forward(module, wrap))
+            # With hooks, torch's encoder layer calls its modules, and else may read past them.
+            stack.callback(module.register_forward_pre_hook(_nothing).remove)
 
     def quantized(self) -> dict[str, Int8Tensor]:
         """The weights in int8, by the names of their modules, while they are."""
-        assert self._stack is not None, "the weights are not in int8"
+        assert self.at_work, "the weights are not in int8"
         return {name: self._weights[id(m.weight)].int8 for name, m in self.modules.items()}
 
     def footprint(self) -> Footprint:
         """Bytes that leave the device, and of the largest weight while it is used; once at work."""
-        assert self._stack is not None, "the weights are not in int8"
+        assert self.at_work, "the weights are not in int8"
         weights = self._weights.values()
         moved = [w for w in weights if w.device.type != "cpu"]
         removed = sum(w.parameter.nbytes - w.int8.nbytes for w in moved)

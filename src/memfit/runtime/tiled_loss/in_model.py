@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.errors import UsageError
 from memfit.runtime.calls import Forward, replaced_forward
-from memfit.runtime.reversible import Reversible
+from memfit.runtime.reversible import Stacked
 from memfit.runtime.tiled_loss.logits import HeadCall, refuse_tracing
 from memfit.workload import refuse_compiled, unwrap
 
@@ -20,7 +20,7 @@ _HINT = (
 )
 
 
-class TiledLoss(Reversible):
+class TiledLoss(Stacked):
     """A model whose cross-entropy is made in tiles; its logits are never made (see `logits`).
 
     The loss may be computed in the model or outside. While gradients are disabled the head gives
@@ -41,25 +41,9 @@ class TiledLoss(Reversible):
         self.model = unwrap(model)
         self.name, self.head = find_head(self.model)
         self._tiling = {"tile": tile, "tile_bytes": tile_bytes, "compiled": compiled}
-        self._stack: ExitStack | None = None
 
-    @property
-    def at_work(self) -> bool:
-        """Whether the loss is made in tiles now."""
-        return self._stack is not None
-
-    def install(self) -> TiledLoss:
-        """Start making the loss in tiles."""
-        assert self._stack is None, "the loss is made in tiles already"
-        self._stack = ExitStack()
-        self._stack.enter_context(replaced_forward(self.head, self._put_off))
-        return self
-
-    def undo(self) -> None:
-        """Restore the model; harmless when done twice."""
-        if self._stack is not None:
-            stack, self._stack = self._stack, None
-            stack.close()
+    def _make(self, stack: ExitStack) -> None:
+        stack.enter_context(replaced_forward(self.head, self._put_off))
 
     def _put_off(self, forward: Forward) -> Forward:
         def call(input: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
@@ -221,15 +219,6 @@ def test_a_loss_of_bfloat16_logits_is_bfloat16() -> None:
     expected = numbers(model, outside)["loss"]
     with TiledLoss(model, tile=TILE):
         close(numbers(model, outside)["loss"], expected, rtol=0.01, atol=0.01)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    if not dist.is_available():
-        pytest.skip("this torch has no distributed package")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
