@@ -114,7 +114,7 @@ def test_state_and_gradients_leave_the_device() -> None:
 def test_a_budget_with_everything_holds_under_the_cap(executor: str) -> None:
     workload = gpt2()
     allow = ",".join(f"+{name}" for name in EXACT)
-    with memfit.fit_workload(workload, "45%", allow=allow, executor=executor, steps=3) as fitted:
+    with memfit.fit_workload(workload, "60%", allow=allow, executor=executor, steps=3) as fitted:
         result = fitted.result
         assert "tiled_loss" in fitted.plan.setup, result.notes
         assert result.measured.peak_reserved_bytes <= result.budget_bytes

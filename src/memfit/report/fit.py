@@ -200,8 +200,9 @@ def _numbers(numerics: Numerics) -> Text:
     if numerics.bitwise_vs_unplanned:
         text = Text("identical to the unplanned step, bit for bit", style="green")
     else:
+        words = "within tolerance" if numerics.agree else "not identical"
         text = Text(
-            f"not identical: loss differs by {numerics.loss_max_abs_diff:.3g}, gradients by "
+            f"{words}: loss differs by {numerics.loss_max_abs_diff:.3g}, gradients by "
             f"{numerics.grad_max_rel_diff:.3g} of their largest",
             style="" if numbers_agree(numerics) else "bold red",
         )

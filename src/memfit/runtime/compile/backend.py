@@ -35,6 +35,7 @@ from memfit.runtime.compile import partition
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
+from memfit.runtime.compile.read_back import wait_before_reading_back
 from memfit.runtime.random_state import RandomState
 
 _UNLIMITED = 1_000_000
@@ -294,7 +295,7 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """What the cut depends on, for inductor's cache of compiled code."""
-        return ("memfit", self.choice)
+        return ("memfit", "waits before reading back", self.choice)
 
     def forget(self) -> None:
         """Let go of the compilation."""
@@ -330,7 +331,8 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
 
     def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         names = _input_names(half)  # compiling changes the graph
-        compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
+        with wait_before_reading_back():
+            compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
         if options.get("is_backward"):
             return compilation.backward(compiled)
         return compilation.forward(names, compiled)
