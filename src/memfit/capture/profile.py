@@ -53,7 +53,7 @@ def profile_workload(
             captured = capture_segments(workload, found, executor)
             say("warming up")
             _warm_up(workload, captured)
-            settle_optimizer_state(workload.optimizer, workload.device)
+            settle_optimizer_state(workload.optimizer, workload.device, values=False)
             allocator = allocator_start(workload.device)
             static = static_bytes(workload)
             say("recording memory")

@@ -57,9 +57,14 @@ def cuda_operators() -> Iterator[None]:
         library._destroy()
 
 
-def step_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer step over all tensors at once, as torch does on CUDA unless told."""
+def step_as_on_cuda(optimizer: torch.optim.Optimizer, *, of_target: bool = False) -> None:
+    """Let the optimizer step over all tensors at once, as torch does on CUDA unless told.
+
+    The Adam of a target is fused there.
+    """
     for group in optimizer.param_groups:
+        if of_target and isinstance(optimizer, torch.optim.Adam):
+            group["fused"] = True
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
         if group.get("capturable"):

@@ -59,7 +59,7 @@ def estimate(
             refused_without_data(workload),
         ):
             if as_on_cuda:
-                step_as_on_cuda(workload.optimizer)
+                step_as_on_cuda(workload.optimizer, of_target=isinstance(what, str))
             run_step(workload)  # makes the optimizer's state
             segments = choose_segments(discover(workload))
             calls = [(s.visit.module, s.visit.number) for s in segments]

@@ -64,11 +64,14 @@ def _from_zero(layout: list[Placed]) -> tuple[Placed, ...]:
     return tuple(Placed(p.address - base, p.bytes, p.free) for p in layout)
 
 
-def settle_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Lay the optimizer's state out compactly in device memory, values unchanged.
+def settle_optimizer_state(
+    optimizer: torch.optim.Optimizer, device: torch.device, *, values: bool = True
+) -> None:
+    """Lay the optimizer's state out compactly in device memory.
 
     Optimizers make their state in their first step, in the gaps that step left; there it would
-    split the memory of every later step into pieces.
+    split the memory of every later step into pieces. Its values are kept, by way of the host,
+    unless nobody will ask for them: then they become zeros, as before the first step.
     """
     if device.type != "cuda":
         return
@@ -78,10 +81,13 @@ def settle_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.devic
         for leaf in tree_leaves(state)
         if isinstance(leaf, torch.Tensor) and leaf.device == device
     ]
-    on_host: list[Any] = []
+    kept: list[Any] = []
     for tensor in tensors:
-        on_host.append(tensor.data.cpu())
+        kept.append(tensor.data.cpu() if values else (tensor.size(), tensor.stride()))
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
     torch.cuda.empty_cache()
-    for tensor, host in zip(tensors, on_host, strict=True):
-        tensor.data = host.to(device)
+    for tensor, old in zip(tensors, kept, strict=True):
+        if values:
+            tensor.data = old.to(device)
+        else:
+            tensor.data = torch.empty_strided(*old, dtype=tensor.dtype, device=device).zero_()

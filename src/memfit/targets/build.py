@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,7 @@ from memfit.targets.options import DTYPES, Options
 from memfit.workload import LossFn, Workload
 
 _BROKEN_INSTALL = (ImportError, RuntimeError, AttributeError, OSError)
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-}
+_ADAMS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def import_from(package: str, *names: str) -> list[Any]:
@@ -105,11 +101,18 @@ def assemble(
     return Workload(
         model,
         with_autocast(loss_fn, options.device, options.dtype),
-        _OPTIMIZERS[options.optimizer or default_optimizer](model.parameters()),
+        _optimizer(options.optimizer or default_optimizer, list(model.parameters())),
         batch,
         name=target,
         scaler=torch.amp.GradScaler("cuda") if fp16_on_cuda else None,
     )
+
+
+def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+    fused = parameters[0].is_cuda or None  # it takes no copies of all parameters there
+    return _ADAMS[name](parameters, lr=1e-4, fused=fused)
 
 
 def with_autocast(loss_fn: LossFn, device: torch.device, dtype: str) -> LossFn:

@@ -75,7 +75,7 @@ def _free(workload: Workload, planned: Applied, steps: int, accumulate: int) -> 
 
 def _measure(workload: Workload, steps: int, accumulate: int) -> Peak:
     run_first_steps(workload, 1)
-    settle_optimizer_state(workload.optimizer, workload.device)
+    settle_optimizer_state(workload.optimizer, workload.device, values=False)
     run_step(workload)
 
     def work() -> None:

@@ -16,9 +16,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.errors import HostMemoryError
+from memfit.ir.plan import Plan
 from memfit.ir.result import Numerics
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, run_step, untouched
 from memfit.runtime.apply import Applied
+from memfit.runtime.compile.choice import OtherGraph
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.split import norm_over_the_batch, parts_of, samples_in
 from memfit.workload import Workload
@@ -65,7 +67,8 @@ def check_numerics(
     with deterministic():
         result = _planned_against_unplanned(workload, planned, unplanned)
     # A step that repeated itself once may have done so by chance.
-    if not result.bitwise_vs_unplanned and workload.device.type == "cuda":
+    same = result.bitwise_vs_unplanned or (_reorders(planned.plan) and result.agree)
+    if not same and workload.device.type == "cuda":
         result = _with_repeatable_kernels(workload, planned, unplanned) or result
     return result
 
@@ -84,7 +87,8 @@ def _with_repeatable_kernels(
         try:
             with deterministic(), kernels():
                 again = _planned_against_unplanned(workload, planned, unplanned)
-        except (RuntimeError, HostMemoryError) as error:  # none for an operator, or no room
+        except (RuntimeError, HostMemoryError, OtherGraph) as error:
+            # None for an operator, or no room, or not the operators of the plan.
             log.info("no comparison by %s kernels: %s", name, error)
             drop_gradients(workload)
             continue
@@ -114,7 +118,7 @@ def _planned_against_unplanned(
         result = replace(result, eager_max_rel_diff=compare(eager, unplanned).grad_max_rel_diff)
     if result.bitwise_vs_unplanned:
         return result
-    if "tiled_loss" in planned.plan.techniques:
+    if _reorders(planned.plan):
         return _reordered(result, unplanned, actual)
     # Is it the plan, or is the model itself not repeatable?
     for _ in range(REPEATS if workload.device.type == "cuda" else 1):
@@ -139,6 +143,10 @@ def _unplanned_numbers(workload: Workload, base: Applied | None) -> tuple[Number
     gc.collect()  # outside of the except block what the failed step held is free
     torch.cuda.empty_cache()
     return _numbers(workload, base, on_host=True), True
+
+
+def _reorders(plan: Plan) -> bool:
+    return "tiled_loss" in plan.techniques
 
 
 def _reordered(result: Numerics, unplanned: Numbers, planned: Numbers) -> Numerics:
