@@ -17,6 +17,7 @@ import memfit
 from memfit.measure.device import device_facts
 
 MIB = 2**20
+LOCKED_MHZ = 1500  # a clock that most work can hold without reaching the power limit
 
 
 def load_report(path: Path, *sections: str) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
     return {
         "machine": {
             "gpu": facts.name,
+            "clock": _lock_clock(),
             "driver": facts.driver,
             "torch": facts.torch,
             "python": platform.python_version(),
@@ -94,13 +96,32 @@ def heading(title: str, report: dict[str, Any]) -> list[str]:
         f"# {title}",
         "",
         f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
-        f"Python {machine['python']}. Command: `{report['command']}`",
+        f"Python {machine['python']}{_clock_text(machine)}. Command: `{report['command']}`",
         "",
         "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
         "held under the cap.",
         *(("", report["note"]) if "note" in report else ()),
         "",
     ]
+
+
+def _lock_clock() -> str | None:
+    """Hold the GPU's clock where power allows it; None where there is none, or no right to."""
+    if not torch.cuda.is_available():
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        pynvml.nvmlDeviceSetGpuLockedClocks(device, LOCKED_MHZ, LOCKED_MHZ)
+    except pynvml.NVMLError:
+        return "free"
+    return f"locked at {LOCKED_MHZ} MHz"
+
+
+def _clock_text(machine: dict[str, Any]) -> str:
+    return f", clock {machine['clock']}" if machine.get("clock") else ""
 
 
 def _command(words: list[str]) -> str:

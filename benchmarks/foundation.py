@@ -135,6 +135,7 @@ def fit_budget(workload: Workload, profile: Profile, budget: int, steps: int) ->
         "measured_reserved_bytes": result.measured.peak_reserved_bytes,
         "retries": result.measured.retries,
         "predicted_step_s": result.predicted.step_s,
+        "predicted_time_ratio": result.predicted.time_ratio,
         "measured_step_s": result.measured.step_s,
         "spread_s": result.measured.step_s_spread,
         "plain_step_s": result.baseline.step_s,
@@ -260,7 +261,7 @@ def _budget_line(name: str, row: dict[str, Any]) -> str:
         return f"| {name} | {budget} | refused: the minimum is {minimum} | | | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     ratio = row["measured_step_s"] / row["plain_step_s"]
-    predicted = row["predicted_step_s"] / row["plain_step_s"]
+    predicted = row.get("predicted_time_ratio") or row["predicted_step_s"] / row["plain_step_s"]
     return (
         f"| {name} | {budget} | {row['predicted_peak_bytes'] / MIB:.0f} MB "
         f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "

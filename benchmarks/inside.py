@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/inside.py -o benchmarks/results/inside.json
 
 Each workload is fitted at static + 80, 60, 50 and 40 % of (peak - static) of the unplanned step
-(and at budgets of its own): run under the hard cap, numbers compared. Then every system is timed in
-turn, in one run, with the first one twice (A/A). Finished parts in the output file are kept, so a
-run that was cut off goes on where it stopped.
+(and at budgets of its own): run under the hard cap, numbers compared. With --setup, techniques of
+the loss and the optimizer are at work at the --budgets too, in plans of their own. Then every
+system is timed in turn, in one run, with the first one twice (A/A).
 """
 
 from __future__ import annotations
@@ -104,12 +104,18 @@ class Comparison:
         begun = time.perf_counter()
         profile = memfit.profile(self.workload)
         self.rows["profile_s"] = time.perf_counter() - begun
+        assert profile.baseline is not None
+        static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
+        shares = {f"{s:.0%}": int(static + s * (peak - static)) for s in self.arguments.shares}
+        own = {f"{budget / 10**9:g} GB": budget for budget in self.budgets}
+        plans = self._fit_all(profile, shares if self.arguments.setup else shares | own)
         if self.arguments.setup:
-            tile_bytes = tile_for(min(self.budgets, default=None))
-            self.setup = setup_of(self.arguments.setup, self.workload, profile, tile_bytes)
-            self.rows["setup"] = self.arguments.setup
-            profile = memfit.profile(self.workload, setup=self.setup)
-        plans = self._fit_all(profile)
+            names, tile_bytes = self.arguments.setup, tile_for(min(self.budgets, default=None))
+            self.setup = setup_of(names, self.workload, profile, tile_bytes)
+            self.rows["setup"] = names
+            measured = memfit.profile(self.workload, setup=self.setup)
+            text = f" with {', '.join(names)}"
+            plans |= self._fit_all(measured, {key + text: budget for key, budget in own.items()})
         if self.rows["systems"] or self.arguments.fits_only:
             return
         blocks = [c.module for c in profile.graph.calls if c.graph >= 0]
@@ -131,11 +137,7 @@ class Comparison:
             }
         self.save()
 
-    def _fit_all(self, profile: Profile) -> dict[str, Plan]:
-        assert profile.baseline is not None
-        static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
-        wanted = {f"{s:.0%}": int(static + s * (peak - static)) for s in self.arguments.shares}
-        wanted |= {f"{budget / 10**9:g} GB": budget for budget in self.budgets}
+    def _fit_all(self, profile: Profile, wanted: dict[str, int]) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
         for key, budget in wanted.items():
             _say(f"{self.name} {key}")
@@ -170,11 +172,12 @@ class Comparison:
         if some is not None:
             unplanned = Applied(some.unplanned(), model)
             self.systems["memfit unplanned"] = self._inside(lambda: unplanned)
-            if self.setup is not None:
-                as_set_up = Applied(some.unplanned(), model, self.setup)
-                self.systems["memfit unplanned, set up"] = self._inside(lambda: as_set_up)
+        set_up = next((plan for plan in plans.values() if plan.setup), None)
+        if set_up is not None:
+            kept = Applied(set_up.unplanned(), model, self.setup)
+            self.systems["memfit unplanned, set up"] = self._inside(lambda: kept)
         for key, plan in plans.items():
-            applied = Applied(plan, model, self.setup)
+            applied = Applied(plan, model, self.setup if plan.setup else None)
             self.systems[f"memfit {key}"] = self._inside(lambda applied=applied: applied)
 
     def _add_peers(self, blocks: Sequence[str]) -> None:
@@ -281,6 +284,7 @@ def _fit_row(fitted: Fitted) -> dict[str, Any]:
         "measured_reserved_bytes": result.measured.peak_reserved_bytes,
         "retries": result.measured.retries,
         "predicted_step_s": result.predicted.step_s,
+        "predicted_time_ratio": result.predicted.time_ratio,
         "measured_step_s": result.measured.step_s,
         "unplanned_step_s": result.baseline.step_s,
         "unplanned_peak_bytes": result.baseline.peak_bytes,
@@ -330,7 +334,8 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
         return f"| {name} {key} | {budget} | refused: the minimum is {minimum:.0f} MB | | | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
     ratio = row["measured_step_s"] / row["unplanned_step_s"]
-    predicted = row["predicted_step_s"] / row["unplanned_step_s"]
+    old = row["predicted_step_s"] / row["unplanned_step_s"]
+    predicted = row.get("predicted_time_ratio", old)
     numbers = row["numerics"]
     errors = numbers["error_vs_reference"]
     said = "bitwise" if numbers["bitwise_vs_unplanned"] else f"{numbers['grad_max_rel_diff']:.1e}"

@@ -450,6 +450,7 @@ def _result(
             made.predicted.step_s,
             made.predicted.lower_bound_s,
             made.predicted.gap,
+            made.predicted.step_s / made.baseline_step_s,
         ),
         measured=Measured(
             peak_bytes=peak.bytes,

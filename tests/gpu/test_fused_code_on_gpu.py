@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 import memfit
-from memfit.ir.joint_graph import JointGraph
 from memfit.measure.step import run_backward, untouched
 from memfit.planning.acts import Pick
 from memfit.planning.make_plan import Goal, make_plan
@@ -16,6 +18,11 @@ from memfit.targets import resolve_target
 
 WIDE = {"n_layer": "2", "n_embd": "1280", "n_head": "20", "vocab_size": "4000"}
 RUNS = 4
+# A plan of a GPT-2-large block: both norms hand over what they normalised, and what they scale by.
+HANDED_OVER = (
+    "mul convert_element_type_1 addmm getitem_5 getitem_6 getitem_11 getitem_12 gt mul_4 "
+    "convert_element_type_12 addmm_2 gt_1 div div_1"
+).split()
 
 
 def test_a_norm_that_hands_over_what_it_made_repeats_itself() -> None:
@@ -26,8 +33,11 @@ def test_a_norm_that_hands_over_what_it_made_repeats_itself() -> None:
     profile = memfit.profile(workload, executor="inductor")
     call = next(c for c in profile.graph.calls if c.graph >= 0)
     simulator = Simulator(profile)
-    everything = simulator.offer(call.graph, read_by_backward(profile.graphs[call.graph]), [])
-    acts = tuple(Pick(c.index, everything) for c in profile.graph.calls if c.graph == call.graph)
+    graph = profile.graphs[call.graph]
+    if not set(HANDED_OVER) <= set(graph.index):
+        pytest.skip(f"torch {torch.__version__} names the operators of the block otherwise")
+    number = simulator.offer(call.graph, [graph.index[name] for name in HANDED_OVER])
+    acts = tuple(Pick(c.index, number) for c in profile.graph.calls if c.graph == call.graph)
     segments, variants = write_segments(simulator, acts)
     plan = replace(make_plan(profile, Goal(strategy="none")), segments=segments, variants=variants)
 
@@ -40,19 +50,3 @@ def test_a_norm_that_hands_over_what_it_made_repeats_itself() -> None:
     losses = {loss(plan) for _ in range(RUNS)}
     assert len(losses) == 1
     assert abs(losses.pop() - loss(plan.unplanned())) < 1e-3
-
-
-def read_by_backward(graph: JointGraph) -> list[int]:
-    """What the backward reads of the forward; of a view the tensor it is a view of."""
-    read = {i for node in graph.nodes if node.role == "backward" for i in node.inputs}
-    saved: set[int] = set()
-    while read:
-        number = read.pop()
-        node = graph.nodes[number]
-        if node.role not in ("forward", "input"):
-            continue
-        if node.can_save:
-            saved.add(number)
-        else:
-            read.update(node.inputs)
-    return sorted(saved)

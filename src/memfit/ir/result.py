@@ -51,6 +51,7 @@ class Predicted:
     step_s: float
     lower_bound_s: float
     gap: float
+    time_ratio: float  # of the step to the unplanned one, as it was when it was profiled
 
 
 @dataclass(frozen=True)
@@ -114,5 +115,11 @@ class Result:
 
     @property
     def time_error(self) -> float:
-        """Predicted over measured step time, less one."""
-        return self.predicted.step_s / self.measured.step_s - 1
+        """Predicted over measured step time, less one.
+
+        Each as a share of the unplanned step that was timed beside it: a device's clock may have
+        changed between the profile and the measurement.
+        """
+        if self.measured.time_ratio is None:
+            return self.predicted.step_s / self.measured.step_s - 1
+        return self.predicted.time_ratio / self.measured.time_ratio - 1

@@ -77,6 +77,13 @@ def measure_peak(workload: Workload, work: Callable[[], Any]) -> Peak:
     )
 
 
+def cuda_capacity(device: torch.device) -> int:
+    """What this process may take: its share of the device, less what others hold of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return min(int(total * share), torch.cuda.memory_reserved(device) + free)
+
+
 @contextmanager
 def memory_cap(device: torch.device, budget_bytes: int | None) -> Iterator[None]:
     """Let this process take at most `budget_bytes` from a CUDA device's allocator."""

@@ -139,7 +139,7 @@ def _comparison(result: Result, plan: Plan) -> Table:
     )
     table.add_row(
         "time / baseline",
-        ratio(predicted.step_s / plan.baseline_step_s),
+        ratio(predicted.time_ratio),
         Text(_time_ratio(result), style="bold"),
         "" if measured.same_code_ratio is None else f"{ratio(measured.same_code_ratio)} of itself",
     )

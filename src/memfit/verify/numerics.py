@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memfit.errors import HostMemoryError
 from memfit.ir.plan import Plan
 from memfit.ir.result import Numerics
+from memfit.measure.memory import cuda_capacity
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, run_step, untouched
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.choice import OtherGraph
@@ -32,6 +33,7 @@ REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
 APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
+_COPIES_OF_GRADIENTS = 5  # there at once when two runs on the device are compared with a third
 # What torch asks for before it runs deterministic kernels and no others.
 _CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Numbers:
-    """What one forward and backward gave, in host memory."""
+    """What one forward and backward gave; in host memory unless the device has room to spare."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -263,7 +265,7 @@ def gradient_error(reference: Numbers, actual: Numbers) -> float:
     """The distance of all gradients from the reference's, as a share of the reference's length."""
     distance = length = 0.0
     for name, expected in reference.gradients.items():
-        difference = actual.gradients[name].double() - expected.double()
+        difference = actual.gradients[name].to(expected.device).double() - expected.double()
         distance += float(difference.square().sum())
         length += float(expected.double().square().sum())
     return (distance / length) ** 0.5 if length else distance**0.5
@@ -333,6 +335,8 @@ def deterministic(*, strict: bool = False) -> Iterator[None]:
 
 def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = False) -> Numbers:
     with untouched(workload), ExitStack() as stack:
+        if workload.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(workload.device)
         if planned is not None:
             stack.enter_context(planned)
             if planned.setup is not None:
@@ -346,20 +350,36 @@ def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = Fal
             if is_out_of_memory(error):
                 drop_gradients(workload)
             raise
-        model = workload.model
+        model, home = workload.model, _home(workload)
         return Numbers(
             loss.detach().cpu(),
-            {n: _host(p.grad) for n, p in model.named_parameters() if p.grad is not None},
+            {n: _copy(p.grad, home) for n, p in model.named_parameters() if p.grad is not None},
             {n: _host(b) for n, b in model.named_buffers()},
         )
 
 
+def _home(workload: Workload) -> torch.device:
+    """Where copies of the gradients go: to the host if they might be in a later step's way."""
+    device = workload.device
+    if device.type == "cuda":
+        gradients = sum(p.grad.nbytes for p in workload.model.parameters() if p.grad is not None)
+        spare = cuda_capacity(device) - torch.cuda.max_memory_reserved(device)
+        if spare > _COPIES_OF_GRADIENTS * gradients:
+            return device
+    return torch.device("cpu")
+
+
 def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return _copy(tensor, torch.device("cpu"))
+
+
+def _copy(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).to("cpu", copy=True)
+    return (tensor.to_dense() if tensor.is_sparse else tensor).to(home, copy=True)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    other = other.to(one.device)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point():
@@ -371,4 +391,4 @@ def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
     scale = one.double().abs().max().item() or 1.0
-    return (one.double() - other.double()).abs().max().item() / scale
+    return (one.double() - other.to(one.device).double()).abs().max().item() / scale

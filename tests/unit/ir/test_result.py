@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memfit.ir.result import (
@@ -21,9 +23,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
         device={},
         budget_bytes=100,
         baseline=BaselineResult(200, 200, 50, 1.0, True),
-        predicted=Predicted(
-            peak_bytes=99, peak_reserved_bytes=99, step_s=1.1, lower_bound_s=1.0, gap=0.0
-        ),
+        predicted=Predicted(99, 99, step_s=1.1, lower_bound_s=1.0, gap=0.0, time_ratio=2.2),
         measured=Measured(90, 90, 1.0, 0.01),
         decisions=Decisions(1, 2, 0, 3, ("recompute",)),
         numerics=Numerics(True, 0.0, 0.0),
@@ -33,6 +33,8 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     )
     assert result.peak_error == pytest.approx(0.1)
     assert result.time_error == pytest.approx(0.1)
+    beside = replace(result, measured=Measured(90, 90, 1.0, 0.01, time_ratio=2.0))
+    assert beside.time_error == pytest.approx(0.1), "a slower clock is no error of the plan"
     assert result.to_json()["decisions"]["techniques"] == ["recompute"]
 
 

@@ -170,7 +170,7 @@ def result(plan: Plan) -> Result:
         device={"type": "cuda", "name": "a GPU"},
         budget_bytes=40 * MIB,
         baseline=BaselineResult(50 * MIB, 52 * MIB, 25 * MIB, 0.1, True),
-        predicted=Predicted(38 * MIB, 39 * MIB, 0.11, 0.109, 0.0091),
+        predicted=Predicted(38 * MIB, 39 * MIB, 0.11, 0.109, 0.0091, 1.1),
         measured=Measured(37 * MIB, 39 * MIB, 0.112, 0.001, 1.12, 1.004),
         decisions=Decisions(7 * MIB, 12 * MIB, 0, 7, ("recompute",)),
         numerics=Numerics(True, 0.0, 0.0),

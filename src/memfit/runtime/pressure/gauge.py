@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import UsageError
+from memfit.measure.memory import cuda_capacity
 
 _LOOK_SHARE = 0.005  # of the capacity: a look costs some ten microseconds on CUDA
 _ROOM = 3  # times the largest saved tensor: room for what comes before the next look
@@ -96,7 +97,7 @@ def marks_for(
 ) -> Marks:
     """The marks of a device; UsageError where its capacity is needed but cannot be known."""
     if capacity is None:
-        capacity = _cuda_capacity(device) if device.type == "cuda" else 0
+        capacity = cuda_capacity(device) if device.type == "cuda" else 0
     if capacity == 0 and threshold > 0:
         raise no_capacity(device.type)
     return Marks(int(capacity * threshold), int(capacity * release_at), capacity, threshold == 0)
@@ -139,10 +140,3 @@ def _owners_of_one() -> int:
     del tensor
     assert _owners(other) == alone
     return alone
-
-
-def _cuda_capacity(device: torch.device) -> int:
-    """What this process may take: its share of the device, less what others hold of it."""
-    free, total = torch.cuda.mem_get_info(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    return min(int(total * share), torch.cuda.memory_reserved(device) + free)
