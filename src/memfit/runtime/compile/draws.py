@@ -17,21 +17,30 @@ from torch import fx
 from memfit.runtime.compile.joint import is_random
 
 _SEEDS = "prims::inductor_seeds"
+_MOST = torch.iinfo(torch.int64).max
 _SAVES_STATE = torch._prims.rng_prims.run_and_save_rng_state
 
 
-@torch.library.custom_op(
-    "memfit::seeds_after", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+# Defined without torch.library.custom_op, whose wrapper takes longer on the host than the draw.
+_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
+_LIBRARY.define(
+    "seeds_after(Tensor[] drawn, int count, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded, torch.Tag.needs_fixed_stride_order),
 )
-def seeds_after(drawn: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+
+
+def _seeds_after(drawn: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
     """Seeds for random operators, drawn when the tensors in `drawn` are there."""
-    seeds: torch.Tensor = torch.ops.prims.inductor_seeds(count, device)  # known by now
-    return seeds
+    return torch.randint(_MOST, (count,), device=device)  # as inductor_seeds does
 
 
-@seeds_after.register_fake
-def _(drawn: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+def _seeds_meta(drawn: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
     return torch.empty(count, dtype=torch.int64, device=device)
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("seeds_after", _seeds_after, _key)
+torch.library.register_fake("memfit::seeds_after", _seeds_meta, lib=_LIBRARY)
 
 
 def draw_in_order(module: fx.GraphModule) -> None:
