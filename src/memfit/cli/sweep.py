@@ -10,7 +10,7 @@ from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
-from memfit.planning.make_plan import held_bytes
+from memfit.planning.placed import held_bytes
 from memfit.planning.simulate import Simulator
 from memfit.report.fit import Option
 from memfit.report.sweep import SweepRow

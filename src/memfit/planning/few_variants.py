@@ -17,7 +17,7 @@ from memfit.planning.simulate import Simulator
 
 WORTH = 0.002  # of the step's time: seven seconds an hour, about what a variant takes to compile
 MOST_KINDS = (1, 2)  # variants per kind of segment to try
-TIME_LIMIT_S = 3.0
+TIME_LIMIT_S = 1.5
 
 Variants = frozenset[tuple[int, int]]  # (joint graph, number in its menu)
 

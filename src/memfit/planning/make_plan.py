@@ -13,9 +13,9 @@ from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
 from memfit.planning.few_variants import with_few_variants
+from memfit.planning.placed import filled_up, held_bytes, holds, seconds, tightened
 from memfit.planning.refusal import nothing_fits, strategy_fails
-from memfit.planning.request import Choice, Request, Strategy
-from memfit.planning.reserved import reserved_bytes
+from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
 from memfit.planning.techniques import MICROBATCH
@@ -24,7 +24,7 @@ from memfit.units import format_bytes
 
 # Times the lowest peak: budgets to look for choices that the allocator places well.
 ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
-MAX_TIGHTENINGS = 10
+MINIMUM_S = 2.0  # to look for the smallest budget
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
 
@@ -85,12 +85,12 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
     choice = _choose(simulator, goal, target, limit_s)
-    holds = choice is not None and _holds(simulator, choice, target)
-    smallest = _smallest(simulator, goal.host_bytes, thorough=not holds)
+    fits = choice is not None and holds(simulator, choice, target)
+    smallest = _smallest(simulator, goal.host_bytes, thorough=not fits)
     minimum = smallest.acts
     least_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
     minimum_bytes = least_bytes + _page(simulator)
-    if choice is None or not holds:
+    if choice is None or not fits:
         if budget is not None and (goal.strategy != "optimal" or least_bytes > budget):
             if least_bytes > budget:
                 raise nothing_fits(simulator, budget, minimum, minimum_bytes)
@@ -100,7 +100,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if known is not None:
         choice = _known_or(simulator, known, choice, target)
     _check_host(simulator, goal, choice, budget)
-    extra_s = _seconds(simulator, choice) - profile.step_s
+    extra_s = seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
         raise InfeasibleError(
@@ -141,32 +141,19 @@ def minimum_feasible(
     return least + _page(simulator), smallest.acts
 
 
-def held_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False) -> int:
-    """What a budget must cover: the allocator's bytes where they are predicted, else live ones."""
-    return max(reserved_bytes(simulator, acts, trim) or 0, simulator.peak_bytes(acts))
-
-
 def _page(simulator: Simulator) -> int:
     """What another process may need more: its allocator begins with other holes, so by a page."""
     return 0 if simulator.profile.allocator is None else LARGE_PAGE
-
-
-def _holds(simulator: Simulator, choice: Choice, target: int | None) -> bool:
-    return target is None or held_bytes(simulator, choice.acts, choice.trim) <= target
-
-
-def _seconds(simulator: Simulator, choice: Choice) -> float:
-    return simulator.step_seconds(choice.acts) + choice.trim * simulator.profile.trim_s
 
 
 def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | None) -> Choice:
     """The plan that ran, if it holds and what was found is hardly faster."""
     acts = read_acts(simulator, known)
     again = replace(found, acts=acts, trim=known.trim)
-    enough_s = (1 + WORTH_A_CHANGE) * _seconds(simulator, found)
+    enough_s = (1 + WORTH_A_CHANGE) * seconds(simulator, found)
     return (
         again
-        if _holds(simulator, again, target) and _seconds(simulator, again) <= enough_s
+        if holds(simulator, again, target) and seconds(simulator, again) <= enough_s
         else found
     )
 
@@ -175,16 +162,20 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
     """Ask the strategy; where the allocator's placement matters for less, or to trim."""
     strategy = STRATEGIES[goal.strategy]
     request = Request(target, limit_s, goal.interval, goal.time_limit_s, goal.host_bytes)
+    if simulator.profile.allocator is not None:  # there is more to do than to solve once
+        request = replace(request, time_limit_s=goal.time_limit_s / 2)
     first = strategy(simulator, request)
     if first is None or target is None:
         return first
-    if _holds(simulator, first, target):
+    if holds(simulator, first, target):
         return _compilable(simulator, request, first, goal.strategy)
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
     # else holds.
     for trim in (False, True):
-        found = _tightened(simulator, strategy, request, replace(first, trim=trim))
-        if _holds(simulator, found, target):
+        found = tightened(simulator, strategy, request, replace(first, trim=trim))
+        if goal.strategy == "optimal":
+            found = filled_up(simulator, request, found)
+        if holds(simulator, found, target):
             return _compilable(simulator, request, found, goal.strategy)
     return first
 
@@ -197,32 +188,9 @@ def _compilable(simulator: Simulator, request: Request, choice: Choice, strategy
         simulator,
         request,
         choice,
-        holds=lambda found: _holds(simulator, found, request.budget),
-        seconds=lambda found: _seconds(simulator, found),
+        holds=lambda found: holds(simulator, found, request.budget),
+        seconds=lambda found: seconds(simulator, found),
     )
-
-
-def _tightened(
-    simulator: Simulator, strategy: Strategy, request: Request, choice: Choice
-) -> Choice:
-    """Ask for less until the allocator, too, stays under the budget.
-
-    What was proven for the budget stays the bound; for less than it, more could be proven.
-    """
-    bound_s = choice.lower_bound_s
-    target = request.budget
-    assert target is not None
-    asked = target
-    for _ in range(MAX_TIGHTENINGS):
-        over = held_bytes(simulator, choice.acts, choice.trim) - target
-        if over <= 0:
-            return choice
-        asked = min(asked, simulator.peak_bytes(choice.acts)) - max(over // 2, target // 200)
-        found = strategy(simulator, replace(request, budget=asked, time_limit_s=3.0))
-        if found is None or found.acts == choice.acts:
-            return choice
-        choice = replace(found, trim=choice.trim, lower_bound_s=bound_s)
-    return choice
 
 
 @lru_cache(maxsize=4)
@@ -242,12 +210,15 @@ def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -
         candidates += [moved] if fits else []
     placed = simulator.profile.allocator is not None
     try:
-        lowest = optimal.smallest(simulator, host_bytes=host_bytes)
+        limit_s = MINIMUM_S * (2 if thorough else 1)
+        lowest = optimal.smallest(simulator, time_limit_s=limit_s, host_bytes=host_bytes)
         candidates += [] if lowest is None else [lowest.acts]
         low = min(simulator.peak_bytes(acts) for acts in candidates)
         for room in (ROOMS if thorough else ROOMS[:1]) if placed else ():
             budget = int(room * low)
-            roomier = optimal.fastest(simulator, budget, time_limit_s=3, host_bytes=host_bytes)
+            roomier = optimal.fastest(
+                simulator, budget, time_limit_s=limit_s, host_bytes=host_bytes
+            )
             candidates += [] if roomier is None else [roomier.acts]
     except KeyboardInterrupt:
         pass  # the plan is made already; its minimum is then the best that was seen
@@ -279,7 +250,7 @@ def _plan(
     plan_s: float,
 ) -> Plan:
     profile = simulator.profile
-    step_s = _seconds(simulator, choice)
+    step_s = seconds(simulator, choice)
     bound_s = profile.step_s + choice.lower_bound_s
     segments, variants = write_segments(simulator, choice.acts)
     peak = simulator.timeline(choice.acts).peak

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from memfit.planning import optimal
 from memfit.planning.acts import Act, Pick, Run, calls_of
+from memfit.planning.fill_up import fill_up
 from memfit.planning.mutwo.strategy import choose_mutwo
 from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.simulate import Simulator
@@ -90,6 +93,10 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     if moves and (solution is None or _far_from_bound(simulator, solution)):
         # Copies make the program hard: another way to look for a plan may have been luckier.
         best = _better_of(simulator, best, choose_mutwo(simulator, request), request)
+    if best is not None and (solution is None or solution.stopped):
+        best = fill_up(
+            simulator, best, lambda acts: _keeps(simulator, acts, request), request.budget
+        )
     if solution is None:
         return None if best is None else Choice(best, note="the solver ran out of time")
     if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.acts):
@@ -131,13 +138,14 @@ def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Act, .
     ways += [choose_ratio, choose_interval] if simulator.recompute else []
     ways += [choose_swap] if simulator.copy is not None else []
     choices = [way(simulator, free) for way in ways]
+    return [c.acts for c in choices if c is not None and _keeps(simulator, c.acts, request)]
+
+
+def _keeps(simulator: Simulator, acts: Sequence[Act], request: Request) -> bool:
+    """Whether these acts stay within both budgets."""
+    assert request.budget is not None
     host = float("inf") if request.host_bytes is None else request.host_bytes
-    found = [c.acts for c in choices if c is not None]
-    return [
-        acts
-        for acts in found
-        if simulator.peak_bytes(acts) <= request.budget and simulator.moved_bytes(acts) <= host
-    ]
+    return simulator.peak_bytes(acts) <= request.budget and simulator.moved_bytes(acts) <= host
 
 
 def _far_from_bound(simulator: Simulator, solution: optimal.Solution) -> bool:

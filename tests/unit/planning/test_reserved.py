@@ -15,7 +15,8 @@ from memfit.errors import InfeasibleError
 from memfit.ir.profile import AllocatorStart, Placed, Profile
 from memfit.ir.step_graph import Block, StepGraph
 from memfit.planning.acts import Run
-from memfit.planning.make_plan import Goal, held_bytes, make_plan
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.placed import held_bytes
 from memfit.planning.reserved import (
     LARGE_PAGE,
     MIB,
