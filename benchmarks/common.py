@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import platform
@@ -24,6 +25,8 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
     """The report in the file, or an empty one of this machine with these sections."""
     if path.exists():
         report: dict[str, Any] = json.loads(path.read_text())
+        if (report["machine"].get("clock") or "free") != "free":  # as in the rows that are there
+            _lock_clock()
         return report
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     facts = device_facts(device)
@@ -106,7 +109,7 @@ def heading(title: str, report: dict[str, Any]) -> list[str]:
 
 
 def _lock_clock() -> str | None:
-    """Hold the GPU's clock where power allows it; None where there is none, or no right to."""
+    """Hold the GPU's clock until the run ends; None without a GPU, "free" without the right to."""
     if not torch.cuda.is_available():
         return None
     import pynvml
@@ -117,6 +120,7 @@ def _lock_clock() -> str | None:
         pynvml.nvmlDeviceSetGpuLockedClocks(device, LOCKED_MHZ, LOCKED_MHZ)
     except pynvml.NVMLError:
         return "free"
+    atexit.register(pynvml.nvmlDeviceResetGpuLockedClocks, device)
     return f"locked at {LOCKED_MHZ} MHz"
 
 

@@ -18,6 +18,7 @@ from memfit.runtime.compile.choice import CannotCapture
 from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
 from memfit.workload import Workload
 
+_EVEN = 8  # numbers of two bytes begin at places that CUDA's matrix products like
 # The first compiles; a module that fills a cache when it first runs is compiled in the second too.
 _MOST_FORWARDS = 3
 
@@ -104,7 +105,9 @@ class _Capture:
 
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         segment = self.segments[index]
-        if segment.visit.leaf or index in self.reasons:  # a single layer has nothing to plan
+        if index in self.reasons:
+            return forward(*args, **kwargs)
+        if segment.visit.leaf and not self._is_padded(forward):  # it has nothing inside to plan
             return forward(*args, **kwargs)
         if segment.pinned:
             self.reasons[index] = segment.pinned
@@ -129,6 +132,16 @@ class _Capture:
         else:
             self.keys[index] = self.compiled.last_key
         return output
+
+    def _is_padded(self, forward: Forward) -> bool:
+        """Whether fused code runs a single layer faster: a linear one with odd sizes, on CUDA.
+
+        Its matrix products are slow there, and inductor pads them.
+        """
+        layer = getattr(forward, "__self__", None)
+        if self.compiled.executor != "inductor" or not isinstance(layer, torch.nn.Linear):
+            return False
+        return layer.weight.is_cuda and any(size % _EVEN for size in layer.weight.shape)
 
     def give_up_changing(self) -> None:
         """Let the calls run as their modules do that every forward compiled."""
