@@ -18,7 +18,7 @@ from memfit.planning.simulate import Simulator
 from memfit.planning.write_plan import write_segments
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
-from memfit.verify.numerics import check_numerics
+from memfit.verify.numerics import check_numerics, deterministic
 
 ENCODER = {"n_layer": "8", "n_embd": "256", "n_head": "4", "n_ff": "1024", "vocab_size": "2000"}
 GPT2 = {"n_layer": "6", "n_embd": "256", "n_head": "4", "vocab_size": "4000"}
@@ -125,6 +125,30 @@ def test_attention_dropout_recomputed_in_fused_code_draws_the_same_numbers() -> 
     )
     assert numerics.loss_max_abs_diff < 1e-3
     assert numerics.grad_max_rel_diff < 0.1
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_resnet50_at_batch_32_trains_as_it_does_plainly(executor: str) -> None:
+    """torchvision's ReLUs work in place; batch-norm statistics must not be updated twice."""
+    pytest.importorskip("torchvision")
+    with deterministic():
+        workload = resolve_target("torchvision:resnet50", device="cuda", batch=32)
+        start = {name: t.clone() for name, t in workload.model.state_dict().items()}
+        profile = memfit.profile(workload, executor=executor)
+        assert profile.baseline is not None
+        static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
+        plan = make_plan(profile, Goal(budget_bytes=int(static + 0.6 * (peak - static))))
+
+        def trained(plan: memfit.Plan) -> dict[str, torch.Tensor]:
+            workload.model.load_state_dict(start)
+            workload.optimizer.state.clear()
+            with Applied(plan, workload.model):
+                losses = [run_step(workload) for _ in range(3)]
+            state = {name: t.clone() for name, t in workload.model.state_dict().items()}
+            return {**state, "losses": torch.stack(losses)}
+
+        plain, fitted = trained(plan.unplanned()), trained(plan)
+    assert all(torch.equal(plain[name], fitted[name]) for name in plain)
 
 
 def test_settling_keeps_the_optimizer_state() -> None:
