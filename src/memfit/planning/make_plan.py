@@ -96,7 +96,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
                 raise nothing_fits(simulator, budget, minimum, minimum_bytes)
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
-        choice = smallest
+        choice = smallest if target is None else filled_up(simulator, smallest, target)
     if known is not None:
         choice = _known_or(simulator, known, choice, target)
     _check_host(simulator, goal, choice, budget)
@@ -172,11 +172,15 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
     # else holds.
     for trim in (False, True):
-        found = tightened(simulator, strategy, request, replace(first, trim=trim))
-        if goal.strategy == "optimal":
-            found = filled_up(simulator, request, found)
-        if holds(simulator, found, target):
-            return _compilable(simulator, request, found, goal.strategy)
+        found = [tightened(simulator, strategy, request, replace(first, trim=trim))]
+        lean = choose_interval(simulator, request) if goal.strategy == "optimal" else None
+        if lean is not None and simulator.recompute:
+            lean = replace(lean, trim=trim, lower_bound_s=first.lower_bound_s)
+            found += [filled_up(simulator, lean, target)] if holds(simulator, lean, target) else []
+        found = [choice for choice in found if holds(simulator, choice, target)]
+        if found:
+            best = min(found, key=lambda choice: seconds(simulator, choice))
+            return _compilable(simulator, request, best, goal.strategy)
     return first
 
 

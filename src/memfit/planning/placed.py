@@ -11,7 +11,6 @@ from memfit.planning.fill_up import fill_up
 from memfit.planning.request import Choice, Request, Strategy
 from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import choose_interval
 
 MAX_TIGHTENINGS = 10
 TIGHTENING_S = 1.5  # for one of them
@@ -64,21 +63,14 @@ def tightened(simulator: Simulator, strategy: Strategy, request: Request, choice
     return min(fitting, key=lambda found: seconds(simulator, found), default=choice)
 
 
-def filled_up(simulator: Simulator, request: Request, choice: Choice) -> Choice:
-    """From the lean end: a faster choice that is found to hold where the allocator places it."""
-    target = request.budget
-    assert target is not None
-    lean = choose_interval(simulator, request) if simulator.recompute else None
-    if lean is None or not holds(simulator, replace(lean, trim=choice.trim), target):
-        return choice
+def filled_up(simulator: Simulator, lean: Choice, target: int) -> Choice:
+    """A choice that holds, made faster as far as it holds where the allocator places it."""
 
     def fits(acts: Sequence[Act]) -> bool:
-        return holds(simulator, replace(choice, acts=tuple(acts)), target)
+        return holds(simulator, replace(lean, acts=tuple(acts)), target)
 
-    gap = _over(simulator, replace(choice, acts=lean.acts), simulator.peak_bytes(lean.acts))
-    filled = replace(choice, acts=fill_up(simulator, lean.acts, fits, target - gap))
-    known = [filled, choice] if holds(simulator, choice, target) else [filled]
-    return min(known, key=lambda found: seconds(simulator, found))
+    gap = _over(simulator, lean, simulator.peak_bytes(lean.acts))
+    return replace(lean, acts=fill_up(simulator, lean.acts, fits, target - gap))
 
 
 def _over(simulator: Simulator, choice: Choice, target: int) -> int:
