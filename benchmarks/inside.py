@@ -118,7 +118,7 @@ class Comparison:
             plans |= self._fit_all(measured, {key + text: budget for key, budget in own.items()})
         if self.rows["systems"] or self.arguments.fits_only:
             return
-        blocks = [c.module for c in profile.graph.calls if c.graph >= 0]
+        blocks = [c.module for c in profile.graph.calls if c.graph >= 0 and not c.leaf]
         with untouched(self.workload):
             self._add_memfit(plans)
             self._add_peers(blocks)

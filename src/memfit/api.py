@@ -104,9 +104,12 @@ def plan(
     if budget is not None:
         facts = what.device if isinstance(what, Profile) else device_facts(what.device)
         check_budget_text(budget, facts)
-    kind = what.device.type
-    goal = replace(
-        _goal(strategy, allow, force, host_budget, kind),
+    goal = _goal(
+        strategy,
+        allow,
+        force,
+        host_budget,
+        what.device.type,
         max_slowdown=max_slowdown,
         activation_reduction=activation_reduction,
         interval=interval,
@@ -205,9 +208,12 @@ def fit_workload(
         budget = None
     if budget is not None:
         check_budget_text(budget, device_facts(workload.device))
-    kind = workload.device.type
-    goal = replace(
-        _goal(strategy, allow, force, host_budget, kind),
+    goal = _goal(
+        strategy,
+        allow,
+        force,
+        host_budget,
+        workload.device.type,
         max_slowdown=max_slowdown,
         activation_reduction=activation_reduction,
         interval=interval,
@@ -333,8 +339,9 @@ def _goal(
     force: Sequence[str],
     host_budget: str | int | None,
     device_type: str,
+    **limits: Any,
 ) -> Goal:
-    """The goal with the techniques that a plan may use there."""
+    """The goal with these limits and the techniques that a plan may use there."""
     techniques = techniques_for(strategy, allow, device_type)
     host_bytes = None
     if "offload" in techniques:
@@ -349,6 +356,7 @@ def _goal(
         techniques=techniques,
         host_bytes=host_bytes,
         force=forced_techniques(force, techniques),
+        **limits,
     )
 
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import memfit
+from memfit.ir.profile import Profile
+from memfit.planning.acts import Pick
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.simulate import Simulator
+from memfit.planning.write_plan import write_segments
+
+Choose = Callable[[Simulator, int], int]
 HERE = Path(__file__).parent
 # Attention kernels repeat themselves bit for bit only when torch may insist on it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -20,3 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture
+def blocks_by() -> Callable[[Profile, Choose], memfit.Plan]:
+    """A plan whose alike segments all run by one variant, which is chosen of their menu."""
+
+    def plan(profile: Profile, choose: Choose) -> memfit.Plan:
+        graph = next(c.graph for c in profile.graph.calls if c.graph >= 0)
+        simulator = Simulator(profile)
+        number = choose(simulator, graph)
+        acts = tuple(Pick(c.index, number) for c in profile.graph.calls if c.graph == graph)
+        segments, variants = write_segments(simulator, acts)
+        kept = make_plan(profile, Goal(strategy="none"))
+        return replace(kept, segments=segments, variants=variants)
+
+    return plan

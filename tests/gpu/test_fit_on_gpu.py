@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from memfit.errors import InfeasibleError
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import memory_cap
 from memfit.measure.step import run_step
-from memfit.planning.acts import Pick
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import Simulator
-from memfit.planning.write_plan import write_segments
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
 from memfit.verify.numerics import check_numerics, deterministic
@@ -102,22 +100,20 @@ def test_fp16_with_a_scaler_trains() -> None:
         assert torch.isfinite(fitted.step(workload.batch, clip_norm=1.0))
 
 
-def test_attention_dropout_recomputed_in_fused_code_draws_the_same_numbers() -> None:
+def test_attention_dropout_recomputed_in_fused_code_draws_the_same_numbers(
+    blocks_by: Callable[..., memfit.Plan],
+) -> None:
     """A plan that recomputes attention must not change which numbers the forward draws."""
     workload = resolve_target(
         "transformers:gpt2", device="cuda", batch=4, seq=256, dtype="bf16", overrides=GPT2
     )
     profile = memfit.profile(workload, executor="inductor")
-    call = next(c for c in profile.graph.calls if c.graph >= 0)
-    simulator = Simulator(profile)
-    leanest = min(
-        range(1, len(simulator.menus[call.graph])),
-        key=lambda n: simulator.menus[call.graph][n][0].held_bytes,
-    )
-    acts = tuple(Pick(c.index, leanest) for c in profile.graph.calls if c.graph == call.graph)
-    plan = make_plan(profile, Goal(strategy="none"))
-    segments, variants = write_segments(simulator, acts)
-    planned = replace(plan, segments=segments, variants=variants)
+
+    def leanest(simulator: Simulator, graph: int) -> int:
+        menu = simulator.menus[graph]
+        return min(range(1, len(menu)), key=lambda n: menu[n][0].held_bytes)
+
+    planned = blocks_by(profile, leanest)
     numerics = check_numerics(
         workload,
         Applied(planned, workload.model),

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import memfit
 from memfit.measure.step import run_backward, untouched
-from memfit.planning.acts import Pick
-from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import Simulator
-from memfit.planning.write_plan import write_segments
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
 
@@ -25,21 +22,22 @@ HANDED_OVER = (
 ).split()
 
 
-def test_a_norm_that_hands_over_what_it_made_repeats_itself() -> None:
+def test_a_norm_that_hands_over_what_it_made_repeats_itself(
+    blocks_by: Callable[..., memfit.Plan],
+) -> None:
     """One loop of the norm's kernel reads what an earlier one stored: it must wait for it."""
     workload = resolve_target(
         "transformers:gpt2-large", device="cuda", batch=8, seq=1024, dtype="bf16", overrides=FEW
     )
     profile = memfit.profile(workload, executor="inductor")
-    call = next(c for c in profile.graph.calls if c.graph >= 0)
-    simulator = Simulator(profile)
-    graph = profile.graphs[call.graph]
-    if not set(HANDED_OVER) <= set(graph.index):
-        pytest.skip(f"torch {torch.__version__} names the operators of the block otherwise")
-    number = simulator.offer(call.graph, [graph.index[name] for name in HANDED_OVER])
-    acts = tuple(Pick(c.index, number) for c in profile.graph.calls if c.graph == call.graph)
-    segments, variants = write_segments(simulator, acts)
-    plan = replace(make_plan(profile, Goal(strategy="none")), segments=segments, variants=variants)
+
+    def handing_over(simulator: Simulator, graph: int) -> int:
+        index = profile.graphs[graph].index
+        if not set(HANDED_OVER) <= set(index):
+            pytest.skip(f"torch {torch.__version__} names the operators of the block otherwise")
+        return simulator.offer(graph, [index[name] for name in HANDED_OVER])
+
+    plan = blocks_by(profile, handing_over)
 
     def loss(plan: memfit.Plan) -> float:
         with untouched(workload), Applied(plan, workload.model):
