@@ -13,7 +13,7 @@ from memfit.planning.simulate import Simulator
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
 
-FEW = {"n_layer": "2"}
+FEW = {"n_layer": "4"}
 RUNS = 4
 # A plan of a GPT-2-large block: both norms hand over what they normalised, and what they scale by.
 HANDED_OVER = (

@@ -21,6 +21,7 @@ from memfit.runtime.tiled_loss.softmax import (
 )
 from memfit.runtime.tiled_loss.tiles import row_stride
 
+_EVEN = 8  # matrix products on CUDA are several times slower where a size is no multiple of it
 _ADDS_WIDE = (8, 0)  # CUDA devices from here on add products of half precision to a float32 sum
 
 
@@ -39,10 +40,32 @@ class Head:
 
     def write_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Write the logits of the rows `hidden`."""
-        if self.bias is None:
-            torch.mm(hidden, self.weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias, hidden, self.weight.t(), out=logits)
+        for part in self._parts():
+            weight, some = self.weight[part].t(), logits[:, part]
+            if self.bias is None:
+                torch.mm(hidden, weight, out=some)
+            else:
+                torch.addmm(self.bias[part], hidden, weight, out=some)
+
+    def write_hidden_gradient(self, logits: torch.Tensor, found: torch.Tensor) -> None:
+        """Write the gradient of hidden rows, given that of their logits."""
+        first, *others = self._parts()
+        torch.mm(logits[:, first], self.weight[first], out=found)
+        for part in others:
+            found.addmm_(logits[:, part], self.weight[part])
+
+    def add_weight_gradient(
+        self, logits: torch.Tensor, hidden: torch.Tensor, found: torch.Tensor, most_elements: int
+    ) -> None:
+        """Add to the gradient of the weight, given that of the logits of the rows `hidden`."""
+        for part in self._parts():
+            _add_product_(found[part], logits[:, part].t(), hidden, most_elements)
+
+    def _parts(self) -> list[slice]:
+        """Columns whose products are taken together, the few odd ones first."""
+        vocab = len(self.weight)
+        even = vocab - _odd_columns(self.weight)
+        return [part for part in (slice(even, vocab), slice(0, even)) if part.start < part.stop]
 
 
 @dataclass(frozen=True)
@@ -118,9 +141,9 @@ def losses_and_gradients(
         differentiated = _differentiate_(_shown(logits, inputs, tiling), rows, tile, tiling)
         losses.append(differentiated[: len(inputs)])
         if found.hidden is not None:
-            torch.mm(some, head.weight, out=found.hidden[tile])
+            head.write_hidden_gradient(some, found.hidden[tile])
         if found.weight is not None:
-            _add_product_(found.weight, some.t(), inputs, logits.numel())
+            head.add_weight_gradient(some, inputs, found.weight, logits.numel())
         if found.bias is not None:
             found.bias.add_(some.sum(0, dtype=found.bias.dtype))
     return torch.cat(losses), found
@@ -139,6 +162,11 @@ def _differentiate_(logits: torch.Tensor, rows: Rows, tile: slice, tiling: Tilin
 def _shown(logits: torch.Tensor, inputs: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """The logits of these rows; for compiled code always a whole tile, so that one shape does."""
     return logits if tiling.compiled else logits[: len(inputs)]
+
+
+def _odd_columns(weight: torch.Tensor) -> int:
+    """How many of the last columns of logits are computed apart."""
+    return len(weight) % _EVEN if weight.is_cuda else 0
 
 
 def _add_product_(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.runtime.tiled_loss import one_pass
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -41,6 +42,18 @@ def test_loss_and_gradients_are_those_of_the_full_logits(
         case.labels[case.labels == heads.IGNORED] = 0
     expected = heads.numbers(heads.plain_cross_entropy, case, **options)
     close(heads.numbers(tiled_cross_entropy, case, tile=tile, **options), expected)
+
+
+@pytest.mark.parametrize("vocab", [5, 8, 29])
+@pytest.mark.parametrize("bias", [False, True])
+def test_odd_columns_may_be_computed_apart(
+    heads: SimpleNamespace, bias: bool, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are on CUDA, whose matrix products are slow on odd sizes."""
+    monkeypatch.setattr(one_pass, "_odd_columns", lambda weight: len(weight) % 8)
+    case = heads.case(vocab=vocab, bias=bias)
+    expected = heads.numbers(heads.plain_cross_entropy, case)
+    close(heads.numbers(tiled_cross_entropy, case, tile=4), expected)
 
 
 @settings(deadline=None, max_examples=60)
