@@ -369,11 +369,11 @@ def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -
     equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
     rounded = bool(set(APPROXIMATE) & set(planned.plan.setup))
     said = "the same as" if equal else f"{apart:.2g} of their largest from those"
-    note = f"parameters are {said} after plain optimizer steps"
+    notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
     return replace(
         numerics,
-        agree=numerics.agree and (equal or (rounded and apart <= APPROXIMATE_TOLERANCE)),
-        note=f"{numerics.note}; {note}" if numerics.note else note,
+        agree=numerics.agree and (stepped.agree or (rounded and apart <= APPROXIMATE_TOLERANCE)),
+        note="; ".join(note for note in notes if note),
     )
 
 
