@@ -17,6 +17,7 @@ from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
+from memfit.measure.kept_copies import reused
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
@@ -176,6 +177,7 @@ def fit(
     return fit_workload(workload, budget, **options)
 
 
+@reused()
 def fit_workload(
     workload: Workload,
     budget: str | int | None = "auto",

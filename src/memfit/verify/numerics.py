@@ -170,7 +170,7 @@ def check_parameters(workload: Workload, planned: Applied, plain: Applied) -> Nu
     """
 
     def after(applied: Applied) -> Numbers:
-        with untouched(workload):
+        with untouched(workload, unmeasured=True):
             with applied:
                 for _ in range(STEPS):
                     loss = run_step(workload)
@@ -218,7 +218,7 @@ def _numbers_of_parts(workload: Workload, planned: Applied) -> Numbers:
     """The batch in the plan's parts, weighed by their samples."""
     parts = parts_of(workload.batch, planned.plan.split)
     samples = samples_in(workload.batch)
-    with untouched(workload), planned:
+    with untouched(workload, unmeasured=True), planned:
         total = torch.zeros(())
         for part in parts:
             loss = workload.compute_loss(part) * (samples_in(part) / samples)
@@ -269,7 +269,7 @@ def _against_reference(
 
 def workload_is_random(workload: Workload) -> bool:
     """Whether a forward draws random numbers."""
-    with untouched(workload), torch.no_grad():
+    with untouched(workload, unmeasured=True), torch.no_grad():
         before = RandomState.of([workload.device])
         workload.compute_loss()
         return not before.same_as(RandomState.of([workload.device]))
@@ -348,7 +348,7 @@ def deterministic(*, strict: bool = False) -> Iterator[None]:
 
 
 def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = False) -> Numbers:
-    with untouched(workload), ExitStack() as stack:
+    with untouched(workload, unmeasured=True), ExitStack() as stack:
         if workload.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(workload.device)
         if planned is not None:

@@ -59,7 +59,7 @@ def compare_speed(
     # Pages that a trimming plan gives back are missed by the step after it: not in turn then.
     turns = [{name: work} for name, work in works.items()] if planned.plan.trim else [works]
     times: dict[str, Timing] = {}
-    with untouched(workload):
+    with untouched(workload, unmeasured=True):
         for turn in turns:
             times |= time_interleaved(turn, workload.device, rounds=steps, warmup=3, limit_s=20)
     return Speed(times["planned"], times.get("plain"), times.get("plain again"))
