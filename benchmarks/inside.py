@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/inside.py -o benchmarks/results/inside.json
 
 Each workload is fitted at static + 80, 60, 50 and 40 % of (peak - static) of the unplanned step
-(and at budgets of its own): run under the hard cap, numbers compared. With --setup, techniques of
-the loss and the optimizer are at work at the --budgets too, in plans of their own. Then every
-system is timed in turn, in one run, with the first one twice (A/A).
+(and at --budgets): run under the hard cap, numbers compared. With --setup, techniques of the loss
+and the optimizer are at work at the --setup-budgets. Then every system is timed in turn, in one
+run, with the first one twice (A/A).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from memfit.runtime.setup import Setup
 from memfit.targets import resolve_target
 from memfit.whole_step import setup_of, tile_for
 
+BEGUN = time.perf_counter()
 SHARES = (0.8, 0.6, 0.5, 0.4)
 WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "gpt2-large@8x1024 bf16": (
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--no-whole", action="store_true", help="no whole-model torch.compile")
     parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
     parser.add_argument("--budgets", nargs="*", type=float, metavar="GB", help="of 10^9 bytes")
+    parser.add_argument("--setup-budgets", nargs="*", type=float, default=[], metavar="GB")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -102,20 +104,21 @@ class Comparison:
     def run(self) -> None:
         """Fit, build the peers, then time everything in turn."""
         begun = time.perf_counter()
-        profile = memfit.profile(self.workload)
+        profile = memfit.profile(self.workload, progress=_say)
         self.rows["profile_s"] = time.perf_counter() - begun
         assert profile.baseline is not None
         static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
         shares = {f"{s:.0%}": int(static + s * (peak - static)) for s in self.arguments.shares}
-        own = {f"{budget / 10**9:g} GB": budget for budget in self.budgets}
-        plans = self._fit_all(profile, shares if self.arguments.setup else shares | own)
+        plans = self._fit_all(profile, shares | {_gb(budget): budget for budget in self.budgets})
         if self.arguments.setup:
-            names, tile_bytes = self.arguments.setup, tile_for(min(self.budgets, default=None))
+            names = self.arguments.setup
+            budgets = [int(gb * 10**9) for gb in self.arguments.setup_budgets]
+            tile_bytes = tile_for(min(budgets, default=None))
             self.setup = setup_of(names, self.workload, profile, tile_bytes)
             self.rows["setup"] = names
-            measured = memfit.profile(self.workload, setup=self.setup)
+            measured = memfit.profile(self.workload, setup=self.setup, progress=_say)
             text = f" with {', '.join(names)}"
-            plans |= self._fit_all(measured, {key + text: budget for key, budget in own.items()})
+            plans |= self._fit_all(measured, {_gb(budget) + text: budget for budget in budgets})
         if self.rows["systems"] or self.arguments.fits_only:
             return
         blocks = [c.module for c in profile.graph.calls if c.graph >= 0 and not c.leaf]
@@ -149,6 +152,7 @@ class Comparison:
                     profiled=profile,
                     steps=self.arguments.steps,
                     allow="recompute",
+                    progress=_say,
                 )
             except InfeasibleError as refusal:
                 self.rows["fits"][key] = {
@@ -349,8 +353,12 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
     )
 
 
+def _gb(budget: int) -> str:
+    return f"{budget / 10**9:g} GB"
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"{time.perf_counter() - BEGUN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
