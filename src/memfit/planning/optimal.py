@@ -1,4 +1,5 @@
-"""The fastest plan under a budget, by mixed-integer programming (HiGHS through scipy).
+"""The fastest plan under a budget, by mixed-integer programming (HiGHS through scipy), or by the
+table of a chain (`chain`) where many acts are about calls that form one.
 
 Minimise the seconds that recompute and waiting for copies add (to the device, or to a host that
 cannot keep up) so that memory stays under the budget at every position. Rows are added where the
@@ -20,6 +21,7 @@ from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
 from memfit.planning.acts import Act, Pick, calls_of, covered, without_points
+from memfit.planning.chain import Chain
 from memfit.planning.lanes import Lanes
 from memfit.planning.rows import Holders, MemoryRows, Row
 from memfit.planning.simulate import Simulator
@@ -33,6 +35,7 @@ TOLERANCE = 1e-5
 SHORT_WAIT = 1e-3  # of the step: waiting less for copies is not worth another try
 LESS_TRUST = (0.0, 0.75)  # shares of the lanes' bytes per second; 0: nothing is moved
 MAX_CUTS = 20
+EXACT_ACTS = 150  # so many acts the solver settles in next to no time
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def smallest(
 
 def _gap(acts: int) -> float:
     """How near to the bound is near enough, of the seconds added: exact where that is quick."""
-    return 1e-4 if acts <= 150 else 1e-2 if acts <= 600 else 3e-2
+    return 1e-4 if acts <= EXACT_ACTS else 1e-2 if acts <= 600 else 3e-2
 
 
 @lru_cache(maxsize=2)
@@ -133,6 +136,8 @@ class _Program:
         self._host_bytes: int | None = None
         self._lane_share = 1.0
         self._only: Collection[tuple[int, int]] | None = None  # variants that may be picked
+        self._chain: Chain | None = None
+        self._chained = 0  # rows that the chain has
         self._seed_rows()
 
     def _parts(self, act: Act) -> list[Act]:
@@ -158,7 +163,7 @@ class _Program:
         asked = budget
         for _ in range(MAX_ROUNDS):
             left = deadline - time.monotonic()
-            answer = self._solve_once(asked, max(left, 0.5))
+            answer = self._answer(asked, max(left, 0.5))
             if answer is None:
                 return None if best is None else Solution(best, bound_s, stopped=True)
             acts, proven_s = answer
@@ -216,6 +221,38 @@ class _Program:
                 total += size if there else 0
             highest = max(highest, total)
         return highest
+
+    def _answer(
+        self, budget: int | None, time_limit_s: float
+    ) -> tuple[tuple[Act, ...], float] | None:
+        """Acts that meet the rows so far, and what is proven of them; None when none are found."""
+        chain = self._as_chain()
+        if chain is None:
+            return self._solve_once(budget, time_limit_s)
+        barred = {number for number, act in enumerate(self.acts) if not self._may(act)}
+        if budget is None:
+            return chain.fastest(chain.lowest_budget(barred), barred)
+        return chain.fastest(budget, barred)
+
+    def _as_chain(self) -> Chain | None:
+        """The program as a chain of calls, where it is one and too large to be solved exactly."""
+        if len(self.acts) <= EXACT_ACTS or self.lanes.aways or self._cuts:
+            return None
+        sim = self.simulator
+        if self._chain is None:
+            self._chain = Chain(
+                len(sim.graph.calls),
+                self.acts,
+                [sim.seconds_of(act) for act in self.acts],
+                [sim.host_seconds_of(act) for act in self.acts],
+                sim.profile.host_slack_s,
+                self.rows.at(sim.graph.model_end),
+                negligible_bytes=int(TOLERANCE * self.scale),
+            )
+        for row in self.memory[self._chained :]:
+            self._chain.add(row)
+        self._chained = len(self.memory)
+        return self._chain if self._chain.unbroken else None
 
     def _solve_once(
         self, budget: int | None, time_limit_s: float
