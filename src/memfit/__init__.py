@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from memfit import observe as observe
     from memfit.api import apply, fit, fit_workload, plan, profile
     from memfit.errors import InfeasibleError
     from memfit.estimating.estimate import estimate
@@ -40,10 +41,12 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used: `memfit --help` need not wait for torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "observe":  # a folder with names of its own
+        return import_module("memfit.observe")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULES.get(name, "memfit.api")), name)
     globals()[name] = value
     return value

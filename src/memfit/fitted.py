@@ -14,7 +14,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import Result
 from memfit.measure.cuda_allocator import settle_optimizer_state
-from memfit.measure.step import drop_gradients
+from memfit.measure.step import Phase, drop_gradients
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
@@ -47,11 +47,17 @@ class Fitted:
         self._planned = [(workload.batch, applied, profile, result)]
         self._waiting = 0  # batches since the optimizer last stepped
         self._group = accumulate
+        self.on_phase: Phase | None = None  # told of "forward", "backward", "optimizer" and "end"
 
     @property
     def plan(self) -> Plan:
         """The plan at work."""
         return self.applied.plan
+
+    @property
+    def waiting(self) -> int:
+        """Batches whose gradients wait for the optimizer to step."""
+        return self._waiting
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -113,12 +119,15 @@ class Fitted:
             )
         self._prepare(batch)
         scaler = scaler or self.workload.scaler
+        self._say("forward")
         loss = self.workload.compute_loss(batch)
+        self._say("backward")
         scaled = loss / accumulate if accumulate > 1 else loss
         scaled = scaled if share is None else scaled * share
         setup = self.applied.setup
         if setup is not None and setup.in_backward is not None:
             self._step_in_backward(setup.in_backward, scaled, clip_norm, scaler)
+            self._say("end")
             if scheduler is not None:
                 scheduler.step()
             return loss.detach()
@@ -127,6 +136,8 @@ class Fitted:
         self._group = accumulate
         if last and self._waiting >= accumulate:
             self._optimize(clip_norm, scaler, scheduler)
+        else:
+            self._say("end")
         return loss.detach()
 
     def _step_in_backward(
@@ -173,6 +184,7 @@ class Fitted:
     def _optimize(
         self, clip_norm: float | None, scaler: torch.amp.GradScaler | None, scheduler: Any
     ) -> None:
+        self._say("optimizer")
         optimizer = self.workload.optimizer
         fresh = not optimizer.state
         if clip_norm is not None:
@@ -190,6 +202,11 @@ class Fitted:
         if scheduler is not None:
             scheduler.step()
         self._waiting = 0
+        self._say("end")
+
+    def _say(self, phase: str) -> None:
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     def _prepare(self, batch: Any) -> None:
         """Make sure a plan for this batch's shape is at work."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,9 +37,9 @@ class Event:
 
 
 class Recorder(Protocol):
-    """Runs code and returns its events; `mark` is called while it runs."""
+    """Records while code runs; the list has the events afterwards. `mark` is called meanwhile."""
 
-    def run(self, work: Callable[[], Any]) -> list[Event]: ...
+    def recorded(self) -> AbstractContextManager[list[Event]]: ...
 
     def mark(self, text: str) -> None: ...
 
@@ -54,23 +55,39 @@ def mark(text: str) -> None:
 
 def record(work: Callable[[], Any], device: torch.device) -> list[Event]:
     """Run `work` and return the allocations on `device` and the marks, in order."""
-    global _active
-    assert _active is None, "a recording is under way"
-    recorder = _CudaRecorder(device) if device.type == "cuda" else _CpuRecorder()
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()  # a collection in between would free at a random place
-    _active = recorder
     try:
-        return recorder.run(work)
+        with recording(device) as events:
+            work()
+        return events
     finally:
-        _active = None
         if collecting:
             gc.enable()
 
 
+@contextmanager
+def recording(device: torch.device) -> Iterator[list[Event]]:
+    """Record until the block is left; the list has what `record` returns then."""
+    global _active
+    assert _active is None, "a recording is under way"
+    recorder: Recorder = _CudaRecorder(device) if device.type == "cuda" else _CpuRecorder()
+    _active = recorder
+    try:
+        with recorder.recorded() as events:
+            yield events
+    finally:
+        _active = None
+
+
 def peak_above_start(events: Iterable[Event]) -> int:
     """Return the highest live bytes above those at the start."""
+    return highest_and_last(events)[0]
+
+
+def highest_and_last(events: Iterable[Event]) -> tuple[int, int]:
+    """Return the highest live bytes and those at the end, above those at the start."""
     live = peak = 0
     sizes: dict[int, int] = {}
     for event in events:
@@ -80,7 +97,15 @@ def peak_above_start(events: Iterable[Event]) -> int:
             peak = max(peak, live)
         elif event.kind == "free":
             live -= sizes.pop(event.address, event.bytes)
-    return peak
+    return peak, live
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let torch's profiler start and stop without warnings of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _CpuRecorder:
@@ -88,12 +113,18 @@ class _CpuRecorder:
         with record_function(_MARK + text):
             pass
 
-    def run(self, work: Callable[[], Any]) -> list[Event]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                work()
-        return self._flatten(profiler.profiler.kineto_results.experimental_event_tree())
+    @contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        events: list[Event] = []
+        profiler: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with _quiet():
+            profiler.start()
+        try:
+            yield events
+        finally:
+            with _quiet():
+                profiler.stop()
+        events += self._flatten(profiler.profiler.kineto_results.experimental_event_tree())
 
     def _flatten(self, tree: list[Any]) -> list[Event]:
         timed: list[tuple[int, int, Event]] = []
@@ -126,16 +157,18 @@ class _CudaRecorder:
         address = torch.cuda.caching_allocator_alloc(_MARK_BYTES, self.device)
         torch.cuda.caching_allocator_delete(address)
 
-    def run(self, work: Callable[[], Any]) -> list[Event]:
+    @contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        events: list[Event] = []
         history = torch.cuda.memory._record_memory_history
         history(enabled="all", context=None, max_entries=_CUDA_HISTORY, clear_history=True)
         try:
-            work()
+            yield events
             snapshot = torch.cuda.memory._snapshot()
         finally:
             history(enabled=None)
         index = self.device.index or 0
-        return self._read(snapshot["device_traces"][index])
+        events += self._read(snapshot["device_traces"][index])
 
     def _read(self, trace: list[dict[str, Any]]) -> list[Event]:
         events: list[Event] = []

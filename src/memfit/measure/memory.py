@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ def static_bytes(workload: Workload) -> dict[str, int]:
         allocated = torch.cuda.memory_allocated(workload.device)
         sizes["other"] = max(0, allocated - sum(sizes.values()))
     return sizes
+
+
+def living_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """The memory of the tensors on `device` that Python's garbage collector knows, each once."""
+    # Other classes are wrapped around these, or have no memory of their own.
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [o for o in gc.get_objects() if type(o) in plain and not o.is_mkldnn]
+    found = [s for t in tensors if t.device == device for s in storages_of(t)]
+    return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
 
 
 def measure_peak(workload: Workload, work: Callable[[], Any]) -> Peak:

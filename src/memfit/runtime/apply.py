@@ -30,15 +30,22 @@ class Applied(Stacked):
         self.plan = plan
         self.model = model
         self.setup = setup
+        self.recompute: Recompute | None = None  # what repeats forwards, once the plan was at work
         self.swap: Swap | None = None  # what moves memory to the host, once the plan was at work
         self._stack: ExitStack | None = None
         self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
         self.router: Router | None = None
 
+    @property
+    def copies_in_flight(self) -> int:
+        """Copies to the host and back that are under way now; the device is not waited for."""
+        return 0 if self.swap is None else self.swap.copies_in_flight
+
     def _make(self, stack: ExitStack) -> None:
         """Start executing the plan."""
         code = plan_code(self.plan)
-        engine: Engine = plan_engine(self.plan, self.model)
+        self.recompute = self.recompute or plan_engine(self.plan, self.model)
+        engine: Engine = self.recompute
         if self.setup is not None:
             stack.enter_context(self.setup)
         if self.plan.host_bytes:

@@ -102,7 +102,7 @@ class Recompute:
         self._modules = modules
         self._norms = {i: statistics_norms(modules[i]) for i in self._run_of}
         self._mutated = mutated_buffers or {}
-        self._observer = observer
+        self.observer = observer
         self._open: _Run | None = None
         self.replays = 0
         self.replaying = False
@@ -122,11 +122,11 @@ class Recompute:
         run = self._run_of.get(index)
         if run is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if self._observer:
-            self._observer.bookkeeping(index, True)
+        if self.observer:
+            self.observer.bookkeeping(index, True)
         self._record(run, index, forward, args, kwargs)
-        if self._observer:
-            self._observer.bookkeeping(index, False)
+        if self.observer:
+            self.observer.bookkeeping(index, False)
         try:
             output = forward(*args, **kwargs)
         except BaseException:
@@ -136,8 +136,8 @@ class Recompute:
         assert current is not None
         if index == run[1]:
             self._open = None
-            if self._observer:
-                self._observer.run_saved(run, _holders(current.generator))
+            if self.observer:
+                self.observer.run_saved(run, _holders(current.generator))
             next(current.generator, None)
             current.outputs = []
         else:
@@ -180,7 +180,7 @@ class Recompute:
         self._open.steps.append(step)
 
     def _replayer(self, run: _Run) -> Any:
-        steps, calls, observer = run.steps, run.calls, self._observer
+        steps, calls, observer = run.steps, run.calls, self.observer
         done = None if observer is None else _Done(calls, observer)
 
         def replay(*saved: torch.Tensor) -> None:
@@ -219,9 +219,9 @@ class Recompute:
             stack.enter_context(still(self._norms[step.index]))
             if step.buffers:
                 stack.enter_context(self._old_buffers(step))
-            if self._observer:
-                self._observer.replay_enters(step.index)
-                stack.callback(self._observer.replay_exits, step.index)
+            if self.observer:
+                self.observer.replay_enters(step.index)
+                stack.callback(self.observer.replay_exits, step.index)
             return step.forward(*args, **kwargs)
 
     def _buffer(self, index: int, name: str) -> torch.Tensor:

@@ -142,6 +142,11 @@ class Swap:
             host_highest_bytes=mover.arena.highest_bytes,
         )
 
+    @property
+    def copies_in_flight(self) -> int:
+        """Copies in both directions that were started and are not over."""
+        return self._mover.in_flight()
+
     def reset_statistics(self) -> None:
         """Count from zero again."""
         self._mover.reset()

@@ -65,6 +65,10 @@ class Lanes(Protocol):
         """Whether the copy is over."""
         ...
 
+    def in_flight(self) -> int:
+        """Copies of both directions that are not over."""
+        ...
+
     def synchronize(self) -> None:
         """Return when all copies are over."""
         ...
@@ -132,6 +136,9 @@ class HostLanes:
     def done(self, copy: Copy) -> bool:
         return True
 
+    def in_flight(self) -> int:
+        return 0
+
     def synchronize(self) -> None:
         pass
 
@@ -189,6 +196,10 @@ class CudaLanes:
 
     def done(self, copy: Copy) -> bool:
         return copy.end is None or copy.end.query()
+
+    def in_flight(self) -> int:
+        self._collect()
+        return sum(len(copies) for copies in self._under_way)
 
     def synchronize(self) -> None:
         for stream in self._streams:

@@ -30,6 +30,11 @@ class Mover:
         with self._alone():
             return self.lanes.traffic()
 
+    def in_flight(self) -> int:
+        """Copies that were started and are not over; nothing is waited for."""
+        with self._alone():
+            return self.lanes.in_flight()
+
     def reset(self) -> None:
         """Count from zero again."""
         with self._alone():

@@ -184,3 +184,17 @@ def test_a_thousand_steps_use_the_same_events(device: Device) -> None:
     assert len(set(counts[1:])) == 1
     assert lanes.traffic()[0].copies == lanes.traffic()[1].copies == 3000
     assert lanes.traffic()[0].busy_s == pytest.approx(600)
+
+
+def test_copies_in_flight_are_counted_without_waiting(device: Device) -> None:
+    lanes = CudaLanes(torch.device("cuda"))
+    assert lanes.in_flight() == 0
+    for _ in range(3):
+        slot = _slot(device, 1000)
+        lanes.copy_out(_memory(device, 1000), slot)
+    lanes.copy_in(slot, _memory(device, 1000))
+    assert lanes.in_flight() == 4 and device.now == 0
+    device.now = 2.0  # two of the copies out are over, which take a second each
+    assert lanes.in_flight() == 2
+    lanes.synchronize()
+    assert lanes.in_flight() == 0
