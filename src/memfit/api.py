@@ -253,9 +253,12 @@ def fit_workload(
         numerics = _with_parameters(part, planned, numerics)
     if whole.split > 1:
         numerics = check_split(workload, planned, numerics)
-        if unplanned is not None:  # by the code of whole batches
-            kept = make_plan(base, Goal(strategy="none"))
-            unplanned = Applied(kept.unplanned(), workload.model)
+    if base.setup:  # the plan is one for a step that has it
+        unplanned = Applied(made.unplanned(), workload.model, setup)
+    elif unplanned is not None and (made.setup or whole.split > 1):
+        # By the code of the plain step: of whole batches, and with the head that tiles replace.
+        kept = make_plan(base, Goal(strategy="none"))
+        unplanned = Applied(kept.unplanned(), workload.model)
     say("timing steps")
     if planned.swap is not None:
         planned.swap.reset_statistics()

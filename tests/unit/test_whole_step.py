@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import memfit
+from memfit import api
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
@@ -229,13 +231,16 @@ def test_only_an_allowed_split_can_be_forced() -> None:
         fit_workload(deep(), "45%", force=["microbatch"])
 
 
-def test_a_profile_with_a_set_up_is_fitted_with_it() -> None:
+def test_a_profile_with_a_set_up_is_fitted_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = wide()
     setup = Setup(("step_in_backward",), workload.model, workload.optimizer)
     profile = memfit.profile(workload, executor="module", setup=setup)
+    compared = Mock(wraps=api.compare_speed)
+    monkeypatch.setattr(api, "compare_speed", compared)
     with fit_workload(workload, "100%", profiled=profile, steps=1) as fitted:
         assert fitted.plan.setup == ("step_in_backward",)
         assert fitted.applied.setup is not None and fitted.applied.setup.in_backward is not None
+        assert compared.call_args.kwargs["unplanned"].setup is fitted.applied.setup
     assert not any(p._post_accumulate_grad_hooks for p in workload.model.parameters())
 
 
