@@ -337,9 +337,12 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
         minimum = (row["minimum_bytes"] or 0) / MIB
         return f"| {name} {key} | {budget} | refused: the minimum is {minimum:.0f} MB | | | | | | |"
     error = row["predicted_peak_bytes"] / row["measured_peak_bytes"] - 1
-    ratio = row["measured_step_s"] / row["unplanned_step_s"]
-    old = row["predicted_step_s"] / row["unplanned_step_s"]
-    predicted = row.get("predicted_time_ratio", old)
+    predicted = row.get("predicted_time_ratio")
+    ratio = ""  # where the unplanned step was not timed beside it
+    if row["unplanned_step_s"] is not None:
+        ratio = f"{row['measured_step_s'] / row['unplanned_step_s']:.3f} "
+        predicted = predicted or row["predicted_step_s"] / row["unplanned_step_s"]
+    same = "" if row["same_code_ratio"] is None else f"{row['same_code_ratio']:.3f}"
     numbers = row["numerics"]
     errors = numbers["error_vs_reference"]
     said = "bitwise" if numbers["bitwise_vs_unplanned"] else f"{numbers['grad_max_rel_diff']:.1e}"
@@ -349,7 +352,7 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
         f"| {name} {key} | {budget} | {row['predicted_peak_bytes'] / MIB:.0f} MB "
         f"| {row['measured_peak_bytes'] / MIB:.0f} MB ({error:+.1%}) "
         f"| {row['measured_reserved_bytes'] / MIB:.0f} MB | {row['retries']} "
-        f"| {ratio:.3f} ({predicted:.3f}) | {row['same_code_ratio'] or 0:.3f} | {said} |"
+        f"| {ratio}({predicted:.3f}) | {same} | {said} |"
     )
 
 

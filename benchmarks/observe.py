@@ -1,0 +1,148 @@
+"""What it costs to observe a training loop, and whether what is seen adds up.
+
+    PYTHONPATH=src python3 benchmarks/observe.py -o benchmarks/results/observe.json
+
+Short loops run in turn: plain, with a memory profiler (four phases a step, with their
+seconds), with a live line as well, and plain again. Nothing waits for the device inside a loop, so
+that what the profiler costs the host can hide as it does while training. Then the profiler's peak
+is compared with one measured by itself, and the components of a step are added up. Finished rows
+in the output file are kept.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from common import MIB, arguments_of, fill, heading
+from rich.console import Console
+
+from memfit.measure.memory import measure_peak
+from memfit.measure.step import drop_gradients, run_backward, run_first_steps, run_step
+from memfit.measure.timing import Inside, time_interleaved
+from memfit.observe import LiveLine, MemoryProfiler, component_times
+from memfit.targets import resolve_target
+from memfit.workload import Workload
+
+CUDA = torch.cuda.is_available()
+STEPS = 10 if CUDA else 2  # in a loop
+ROUNDS = 40
+WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = (
+    {
+        "encoder@64x128": ("encoder", {"batch": 64, "seq": 128}),
+        "gpt2@8x1024 bf16": ("transformers:gpt2", {"batch": 8, "seq": 1024, "dtype": "bf16"}),
+        "gpt2@4x64": ("transformers:gpt2", {"batch": 4, "seq": 64}),
+    }
+    if CUDA
+    else {
+        "encoder@8x64, 4 layers": (
+            "encoder",
+            {
+                "batch": 8,
+                "seq": 64,
+                "overrides": {"n_layer": "4", "n_embd": "256", "vocab_size": "2000"},
+            },
+        ),
+    }
+)
+
+
+def train(workload: Workload, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+    """One step, with its phases."""
+    with phase("forward"):
+        loss = workload.compute_loss()
+    with phase("backward"):
+        run_backward(workload, loss)
+    with phase("optimizer"):
+        workload.optimizer.step()
+        drop_gradients(workload)
+
+
+def plain_loop(workload: Workload) -> None:
+    """The loop nobody observes."""
+    for _ in range(STEPS):
+        train(workload, lambda name: nullcontext())
+
+
+def observed(workload: Workload, live: bool) -> Inside:
+    """The same loop with a profiler, and a line that is drawn to nowhere."""
+    current: list[MemoryProfiler] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        console = Console(file=io.StringIO(), force_terminal=True, width=120)
+        with MemoryProfiler(workload.device) as memory:
+            with LiveLine(memory, samples=1, console=console) if live else nullcontext():
+                current[:] = [memory]
+                yield
+
+    def loop() -> None:
+        memory = current[0]
+        for _ in memory.steps(range(STEPS)):
+            train(workload, memory.phase)
+
+    return Inside(around, loop)
+
+
+def measured(name: str) -> dict[str, Any]:
+    """The row of one workload."""
+    target, options = WORKLOADS[name]
+    workload = resolve_target(target, device="cuda" if CUDA else "cpu", **options)
+    for group in workload.optimizer.param_groups:
+        group["lr"] = 0.0  # a batch learned by heart has tiny gradients, which CPUs are slow with
+    run_first_steps(workload)
+    works: dict[str, Any] = {
+        "plain": lambda: plain_loop(workload),
+        "profiled": observed(workload, live=False),
+        "live line": observed(workload, live=True),
+        "plain again": lambda: plain_loop(workload),
+    }
+    times = time_interleaved(works, workload.device, rounds=ROUNDS, warmup=3, limit_s=120)
+    alone = measure_peak(workload, lambda: run_step(workload))
+    with MemoryProfiler(workload.device, counts=None if CUDA else "live") as memory:
+        for _ in memory.steps(range(3)):
+            train(workload, memory.phase)
+    return {
+        "step_s": {kind: timing.median_s / STEPS for kind, timing in times.items()},
+        "spread_s": {kind: timing.spread_s / STEPS for kind, timing in times.items()},
+        "peak_bytes": {"profiler": memory.peak_usage_bytes, "alone": alone.bytes},
+        "peak_phase": memory.peak_phase,
+        "components_over_step": component_times(workload, [workload.batch]).accounted_share,
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All rows as a Markdown table."""
+    lines = [
+        *heading("What observing a loop costs", report),
+        "Overheads are against the plain step of the same run; A/A is plain again against plain. "
+        f"Medians of loops of {STEPS} steps, with half the distance of the quartiles.",
+        "",
+        "| workload | plain step | profiler | and live line | A/A | spread | profiler's peak / "
+        "measured alone | components / step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in report["workloads"].items():
+        plain = row["step_s"]["plain"]
+        over = {kind: seconds / plain - 1 for kind, seconds in row["step_s"].items()}
+        peaks = row["peak_bytes"]
+        lines.append(
+            f"| {name} | {plain * 1e3:.2f} ms | {over['profiled']:+.2%} | {over['live line']:+.2%} "
+            f"| {over['plain again']:+.2%} | {row['spread_s']['plain'] / plain:.2%} "
+            f"| {peaks['profiler'] / MIB:.1f} / {peaks['alone'] / MIB:.1f} MB "
+            f"| {row['components_over_step']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run what is missing and print the table."""
+    arguments = arguments_of(__doc__, "observe.json", WORKLOADS).parse_args()
+    fill(arguments.output, "workloads", arguments.only, measured, markdown)
+
+
+if __name__ == "__main__":
+    main()
