@@ -12,8 +12,10 @@ in the output file are kept.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
 from typing import Any
 
 import torch
@@ -87,6 +89,20 @@ def observed(workload: Workload, live: bool) -> Inside:
     return Inside(around, loop)
 
 
+def empty_step_s(device: torch.device) -> float:
+    """Seconds of a profiled step in which nothing is done: what the host pays, hidden or not."""
+    with MemoryProfiler(device) as memory:
+        seconds = []
+        for _ in range(10):
+            start = time.perf_counter()
+            for _ in memory.steps(range(50)):
+                for name in ("forward", "backward", "optimizer"):
+                    with memory.phase(name):
+                        pass
+            seconds.append((time.perf_counter() - start) / 50)
+    return median(seconds)
+
+
 def measured(name: str) -> dict[str, Any]:
     """The row of one workload."""
     target, options = WORKLOADS[name]
@@ -110,6 +126,7 @@ def measured(name: str) -> dict[str, Any]:
         "spread_s": {kind: timing.spread_s / STEPS for kind, timing in times.items()},
         "peak_bytes": {"profiler": memory.peak_usage_bytes, "alone": alone.bytes},
         "peak_phase": memory.peak_phase,
+        "empty_step_s": empty_step_s(workload.device),
         "components_over_step": component_times(workload, [workload.batch]).accounted_share,
     }
 
@@ -119,11 +136,12 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         *heading("What observing a loop costs", report),
         "Overheads are against the plain step of the same run; A/A is plain again against plain. "
-        f"Medians of loops of {STEPS} steps, with half the distance of the quartiles.",
+        f"Medians of loops of {STEPS} steps, with half the distance of the quartiles. The last "
+        "column is what a profiled step costs in which nothing is done.",
         "",
         "| workload | plain step | profiler | and live line | A/A | spread | profiler's peak / "
-        "measured alone | components / step |",
-        "|---|---|---|---|---|---|---|---|",
+        "measured alone | components / step | empty step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in report["workloads"].items():
         plain = row["step_s"]["plain"]
@@ -133,7 +151,7 @@ def markdown(report: dict[str, Any]) -> str:
             f"| {name} | {plain * 1e3:.2f} ms | {over['profiled']:+.2%} | {over['live line']:+.2%} "
             f"| {over['plain again']:+.2%} | {row['spread_s']['plain'] / plain:.2%} "
             f"| {peaks['profiler'] / MIB:.1f} / {peaks['alone'] / MIB:.1f} MB "
-            f"| {row['components_over_step']:.1%} |"
+            f"| {row['components_over_step']:.1%} | {row['empty_step_s'] * 1e6:.0f} us |"
         )
     return "\n".join(lines) + "\n"
 

@@ -46,7 +46,7 @@ class LiveLine:
         if self._budget is not None and self._budget <= 0:
             raise UsageError(f"budget is {budget!r}, not above zero", hint='budget="16GiB"')
         self._samples, self._unit, self._copies = samples, unit, copies
-        self._console = console
+        self._console = console or Console(stderr=True)
         self._live: Live | None = None
         self._unlisten: Callable[[], None] | None = None
         self._ends: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)  # moment, samples
@@ -55,18 +55,22 @@ class LiveLine:
     def __enter__(self) -> Self:
         if self._live is not None:
             raise UsageError("the live line is shown already", hint="enter it once")
-        console = self._console or Console(stderr=True)
-        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live = Live(console=self._console, auto_refresh=False)
         self._ends.append((time.perf_counter(), 0.0))
         self._unlisten = self._memory.listen(self._stepped)
-        self._live.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._live is not None and self._unlisten is not None
         self._unlisten()
-        self._draw()
-        self._live.stop()
+        status = self.status
+        if self._console.is_terminal:
+            self._draw()
+            self._live.stop()
+        elif status is not None:
+            self._console.print(live_line(status), soft_wrap=True)
         self._live = None
 
     @property
@@ -98,6 +102,6 @@ class LiveLine:
 
     def _draw(self) -> None:
         status = self.status
-        if self._live is not None and status is not None:
+        if self._live is not None and status is not None and self._console.is_terminal:
             self._drawn_s = time.perf_counter()
-            self._live.update(live_line(status), refresh=self._live.console.is_terminal)
+            self._live.update(live_line(status), refresh=True)

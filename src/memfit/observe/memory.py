@@ -292,8 +292,7 @@ class MemoryProfiler:
                 hint="leave one step before the next",
             )
         wanted = self._last_step + 1 if number is None else number
-        rest = Record(self._number(wanted, again=False), OTHER)
-        self._lap(rest)
+        rest = Record(self._number(wanted, again=False), OTHER)  # from the end of the step before
         self._rest, self._phases = rest, {}
         return rest
 

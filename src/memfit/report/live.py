@@ -39,8 +39,10 @@ def live_line(status: LiveStatus) -> Text:
         parts.append(f"{status.steps_per_s:,.2f} steps/s")
     if status.copies is not None:
         parts.append(f"{status.copies} copies in flight")
+    bar = (_bar(used, peak), colour)
+    words = "  ".join(parts)
     return Text.assemble(
-        (f"step {status.step}", "bold"), "  ", (_bar(used, peak), colour), "  ", "  ".join(parts)
+        (f"step {status.step}", "bold"), "  ", bar, "  ", words, no_wrap=True, overflow="ellipsis"
     )
 
 
