@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli import batch_size, doctor, estimate, fit, init, plan, profile
+from memfit.cli import batch_size, doctor, estimate, fit, init, plan, profile, resources
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +19,7 @@ app.command("plan")(plan.plan)
 app.command("profile")(profile.profile)
 app.command("batch-size")(batch_size.batch_size)
 app.command("estimate")(estimate.estimate)
+app.command("resources")(resources.resources)
 app.command("doctor")(doctor.doctor)
 app.command("init")(init.init)
 
