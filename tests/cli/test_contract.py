@@ -25,6 +25,8 @@ VERBS = {
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
     "--steps",
     "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
+    "resources": f"{TARGET} --budget --utilization --samples --epochs --allow --host-budget "
+    "--executor --accumulate --steps --output -o",
     "doctor": "--json --verbose -v",
     "init": "file --json --verbose -v",
 }
