@@ -141,6 +141,11 @@ class SlowLoader:
             yield self.batch
 
 
+def slept(seconds: float, asked: float) -> bool:
+    """Whether it took as long as it slept, and not much longer on a busy machine."""
+    return 0.95 * asked <= seconds <= 2 * asked
+
+
 def check_sum(times: ComponentTimes) -> None:
     assert times.accounted_share == pytest.approx(1, abs=0.05)
     for component in ("forward", "backward", "recompute"):
@@ -154,15 +159,15 @@ def test_a_plain_step_s_components_are_as_long_as_they_sleep() -> None:
     times = component_times(workload, loader, steps=4, warmup=1, segments=["first", "second"])
     check_sum(times)
     assert loader.fetched == 5
-    assert times.components["loader"] == pytest.approx(0.008, rel=0.4)
-    assert times.components["forward"] == pytest.approx(0.014, rel=0.4)
-    assert times.components["backward"] == pytest.approx(0.024, rel=0.4)
-    assert times.components["optimizer"] == pytest.approx(0.012, rel=0.4)
+    assert slept(times.components["loader"], 0.008)
+    assert slept(times.components["forward"], 0.014)
+    assert slept(times.components["backward"], 0.024)
+    assert slept(times.components["optimizer"], 0.012)
     assert times.components["recompute"] == 0 and times.recompute == NOTHING
     first, second, outside = times.segments
     assert (first.name, second.name, outside.name) == ("first", "second", "")
-    assert first.forward_s == pytest.approx(0.010, rel=0.4)
-    assert second.forward_s == pytest.approx(0.004, rel=0.5)
+    assert slept(first.forward_s, 0.010)
+    assert slept(second.forward_s, 0.004)
     text = component_report(times)
     assert "outside of segments" in text and "middle half of 4 steps" in text
 
@@ -179,9 +184,9 @@ def test_a_checkpoint_of_the_model_s_own_counts_as_recompute() -> None:
     times = component_times(slow_workload(checkpointed=True), steps=3, warmup=1, segments=names)
     check_sum(times)
     assert times.recompute == BY_REPLAY
-    assert times.segments[0].recompute_s == pytest.approx(0.010, rel=0.4)
+    assert slept(times.segments[0].recompute_s, 0.010)
     assert times.segments[1].recompute_s == 0
-    assert times.components["backward"] == pytest.approx(0.024, rel=0.4)
+    assert slept(times.components["backward"], 0.024)
 
 
 def test_the_workload_is_left_as_it_was(zoo: Any) -> None:

@@ -107,6 +107,9 @@ class LateLanes:
     def done(self, copy: Copy) -> bool:
         return copy.end is None
 
+    def in_flight(self) -> int:
+        return sum(len(queue) for queue in self._under_way)
+
     def synchronize(self) -> None:
         for queue in self._under_way:
             if queue:
@@ -632,6 +635,17 @@ def test_host_memory_the_system_refuses_is_asked_for_once(
         chain.check()
     assert (len(asked), stuck.statistics.swaps) == (1, 0)
     assert "the system says no" in caplog.text
+
+
+def test_copies_in_flight_are_counted_without_waiting(late: list[LateLanes]) -> None:
+    with valve(0.5, capacity=20 * UNIT) as busy:
+        assert busy.copies_in_flight == 0
+        chain = Chain()
+        chain.grow(12)
+        assert busy.copies_in_flight == late[0].in_flight() > 0
+        chain.check()
+    late[0].synchronize()
+    assert busy.copies_in_flight == 0
 
 
 def test_300_steps_are_flat() -> None:

@@ -38,6 +38,10 @@ class HostStore:
         """The copies out and back so far; waits for those under way."""
         return (Traffic(), Traffic()) if self._mover is None else self._mover.traffic()
 
+    def in_flight(self) -> int:
+        """Copies that were started and are not over; nothing is waited for."""
+        return 0 if self._mover is None else self._mover.in_flight()
+
     def move(self, tensor: torch.Tensor) -> Moved:
         """Start to copy a tensor's storage to the host; HostMemoryError when there is no room."""
         mover = self._opened()

@@ -135,6 +135,11 @@ class SavedTensors:
                 self._host.highest_bytes if known else 0,
             )
 
+    def in_flight(self) -> int:
+        """Copies that were started and are not over."""
+        with self._lock:
+            return 0 if self._device is None else self._host.in_flight()
+
     def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps in the place of a tensor."""
         if not may_move(tensor):

@@ -34,6 +34,11 @@ class Valve:
         """What the valve did since it was made; waits for copies under way."""
         return self._saved_tensors.statistics()
 
+    @property
+    def copies_in_flight(self) -> int:
+        """Copies to the host and back that are under way now; the device is not waited for."""
+        return self._saved_tensors.in_flight()
+
     def __enter__(self) -> Valve:
         global _at_work
         with _guard:
