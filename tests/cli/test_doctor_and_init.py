@@ -75,3 +75,11 @@ def test_init_json(memfit, tmp_path):
     data = json.loads(memfit("init", path, "--json").stdout)
     assert data["schema_version"] == 1
     assert data["target"] == f"{path}:workload"
+
+
+def test_doctor_says_what_slows_every_matrix_product(memfit, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in memfit("doctor").stdout
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert "slow: CUBLAS_WORKSPACE_CONFIG is set" in memfit("doctor").stdout
+    assert json.loads(memfit("doctor", "--json").stdout)["cublas_workspace_config"] == ":4096:8"

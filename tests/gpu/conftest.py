@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from memfit.planning.write_plan import write_segments
 
 Choose = Callable[[Simulator, int], int]
 HERE = Path(__file__).parent
-# Attention kernels repeat themselves bit for bit only when torch may insist on it.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,8 @@ from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import Simulator
 from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
-from memfit.verify.numerics import check_numerics, deterministic
+from memfit.verify.deterministic import deterministic
+from memfit.verify.numerics import check_numerics
 
 ENCODER = {"n_layer": "8", "n_embd": "256", "n_head": "4", "n_ff": "1024", "vocab_size": "2000"}
 GPT2 = {"n_layer": "6", "n_embd": "256", "n_head": "4", "vocab_size": "4000"}

@@ -34,6 +34,11 @@ _COPIES = {
     "pageable_to_host": "device to pageable host",
 }
 
+_CUBLAS_IS_SET = (
+    "CUBLAS_WORKSPACE_CONFIG is set, which torch reads anew at every matrix product on a GPU "
+    "(some 0.05 ms of the host each time): unset it to train"
+)
+
 
 def doctor(as_json: options.Json = False, verbose: options.Verbose = False) -> None:
     """Show devices, versions and copy speeds, and what is missing."""
@@ -71,6 +76,7 @@ def examine(session: Session) -> dict[str, Any]:
         "devices": devices,
         "packages": {name: _version(name) for name in PACKAGES},
         "extras": {name: _version(name) for name in EXTRAS},
+        "cublas_workspace_config": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         "c_compiler": shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang"),
         "cxx_compiler": shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++"),
     }
@@ -129,6 +135,8 @@ def _show(session: Session, found: dict[str, Any]) -> None:
             way = _COPIES.get(name, "within host memory")
             copies.add_row(device["device"], way, f"{speed / 1e9:.1f}")
     session.show(devices, copies, facts([*_reckoned(found), *_software(found)]))
+    if found["cublas_workspace_config"]:
+        session.line(Text.assemble(("slow: ", "bold yellow"), _CUBLAS_IS_SET))
     missing = _missing(found)
     for line in missing:
         session.line(Text.assemble(("missing: ", "bold yellow"), line))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.compile.choice import OtherGraph
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.split import norm_over_the_batch, parts_of, samples_in
+from memfit.verify.deterministic import deterministic
 from memfit.workload import Workload
 
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
@@ -34,8 +33,6 @@ APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state 
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
 _COPIES_OF_GRADIENTS = 5  # there at once when two runs on the device are compared with a third
-# What torch asks for before it runs deterministic kernels and no others.
-_CUBLAS, _CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 log = logging.getLogger(__name__)
 
 
@@ -79,9 +76,9 @@ def _with_repeatable_kernels(
     workload: Workload, planned: Applied, unplanned: Applied | None
 ) -> Numerics | None:
     """The comparison by kernels that repeat themselves; None where no kind of them runs here."""
-    kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
-    if os.environ.get(_CUBLAS) in _CUBLAS_REPEATS:
-        kinds["deterministic"] = partial(deterministic, strict=True)
+    kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "deterministic": partial(deterministic, strict=True)
+    }
     if unplanned is None:  # compiled code has chosen its attention already
         kinds["cudnn attention"] = partial(sdpa_kernel, [SDPBackend.CUDNN_ATTENTION])
         kinds["math attention"] = partial(sdpa_kernel, [SDPBackend.MATH])
@@ -130,8 +127,6 @@ def _planned_against_unplanned(
                 "the unplanned step does not repeat itself either: two runs differ by "
                 f"{again.grad_max_rel_diff:.2g} in gradients"
             )
-            if workload.device.type == "cuda":
-                note += f" ({_CUBLAS}={_CUBLAS_REPEATS[0]} lets both use kernels that do)"
             return replace(result, note=note, repeatable=False)
     return replace(result, agree=False)
 
@@ -322,29 +317,6 @@ def compare(expected: Numbers, actual: Numbers) -> Numerics:
                 worst = max(worst, _relative(one[name], other[name]))
     difference = (expected.loss.double() - actual.loss.double()).abs().max().item()
     return Numerics(same, 0.0 if same else difference, worst, agree=same)
-
-
-@contextmanager
-def deterministic(*, strict: bool = False) -> Iterator[None]:
-    """Ask torch for deterministic algorithms where it has them; `strict`: or else to raise.
-
-    Some kernels (attention) are only deterministic when it is strict.
-    """
-    settings: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        settings.fill_uninitialized_memory,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=not strict)
-        settings.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            settings.fill_uninitialized_memory = before[2]
 
 
 def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = False) -> Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,12 +19,12 @@ from memfit.runtime import recompute
 from memfit.runtime.apply import Applied
 from memfit.runtime.random_state import RandomState
 from memfit.verify.budget import check_budget
+from memfit.verify.deterministic import CUBLAS, deterministic
 from memfit.verify.numerics import (
     Numbers,
     check_numerics,
     check_parameters,
     compare,
-    deterministic,
 )
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
@@ -165,6 +166,21 @@ def test_deterministic_is_put_back() -> None:
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("before", [None, ":16:8", ":4096:2"])
+def test_strict_ones_find_the_setting_they_ask_for(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv(CUBLAS, raising=False)
+    if before is not None:
+        monkeypatch.setenv(CUBLAS, before)
+    with deterministic(strict=True):
+        assert os.environ[CUBLAS] in (":4096:8", ":16:8")
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ.get(CUBLAS) == before
+    with deterministic():
+        assert os.environ.get(CUBLAS) == before
 
 
 def test_the_budget_check_measures_the_planned_step(zoo: SimpleNamespace) -> None:
