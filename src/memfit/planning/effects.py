@@ -9,7 +9,7 @@ import numpy as np
 from memfit.ir.joint_graph import Variant
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import AT_ONCE, Act, Away, Effect, Ints, Pick, Run, Send
-from memfit.planning.segment.passes import backward_peak_bytes, tangent_storages
+from memfit.planning.segment.passes import tangent_storages
 
 if TYPE_CHECKING:
     from memfit.planning.simulate import Simulator
@@ -83,13 +83,13 @@ def _pick(sim: Simulator, act: Pick, call: Call, variant: Variant) -> Effect:
         away=away,
         inside=(
             (call.enter, variant.forward_peak_bytes, f"forward {call.name}"),
-            (call.need, _backward_peak(sim, call, variant), f"backward {call.name}"),
+            (call.need, _backward_peak(sim, act, call, variant), f"backward {call.name}"),
         ),
         absent=own_blocks(sim, call),
     )
 
 
-def _backward_peak(sim: Simulator, call: Call, variant: Variant) -> int:
+def _backward_peak(sim: Simulator, act: Pick, call: Call, variant: Variant) -> int:
     """The peak inside a captured backward.
 
     In a step with branches one gradient may be given to several calls: where it outlives this
@@ -106,9 +106,7 @@ def _backward_peak(sim: Simulator, call: Call, variant: Variant) -> int:
     sizes = [graph.storages[s].bytes for s in tangent_storages(graph)]
     given = (sim.birth > sim.graph.forward_end) & (sim.birth <= call.need)
     stays = given & (sim.death > call.finish) & np.isin(sim.bytes, sizes)
-    return backward_peak_bytes(
-        graph, variant, tangents_stay=bool(stays.any()), freed=frozenset(freed)
-    )
+    return sim.backward_peak_bytes(call.graph, act.variant, bool(stays.any()), frozenset(freed))
 
 
 def _held_last_by(sim: Simulator, call: Call, block: int) -> bool:

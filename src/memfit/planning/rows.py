@@ -52,6 +52,7 @@ class MemoryRows:
         for number, act in enumerate(self.acts):
             for call in calls_of(act):
                 self.containing[call].append(number)
+        self._about = [np.array(numbers, dtype=np.int64) for numbers in self.containing]
         arguments = {b for call in graph.calls for b in (*call.args, *call.held.values())}
         self._shared = np.zeros(len(graph.blocks), dtype=bool)
         for block in graph.blocks:
@@ -125,7 +126,7 @@ class MemoryRows:
         ).astype(np.int64)
         for call in np.flatnonzero(per_call):
             constant += int(per_call[call])
-            coefficients[self.containing[call]] -= per_call[call]
+            coefficients[self._about[call]] -= per_call[call]
 
         number, start, until, size = self._spans.T
         span = (start <= position) & (position < until)
@@ -146,12 +147,8 @@ class MemoryRows:
             (only,) = holders
             if only.kept:
                 constant += size_of
-                for act in self.containing[only.call]:
-                    if act not in only.acts:
-                        coefficients[act] -= size_of
-            else:
-                for act in only.acts:
-                    coefficients[act] += size_of
+                coefficients[self._about[only.call]] -= size_of
+            coefficients[list(only.acts)] += size_of
         return Row(position, constant, coefficients, shared)
 
     def insides(self) -> list[Row]:

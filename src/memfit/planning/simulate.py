@@ -22,7 +22,7 @@ from memfit.planning.acts import Act, Away, Ints, Pick, Send, calls_of, covered
 from memfit.planning.copies import Copies, CopyTimes
 from memfit.planning.effects import effect_of
 from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
-from memfit.planning.segment.passes import movable
+from memfit.planning.segment.passes import backward_peak_bytes, movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
 
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
@@ -73,6 +73,7 @@ class Simulator:
         table = np.array(holds, dtype=np.int64).reshape(-1, 4)
         self.hold_block, self.hold_call, self.hold_release, self.replay_release = table.T
         self.effect = lru_cache(maxsize=None)(partial(effect_of, self))
+        self.backward_peak_bytes = lru_cache(maxsize=None)(self._backward_peak_bytes)
         self.copies = Copies(self.graph, profile, self.copy)
 
     # -- what can be chosen -------------------------------------------------------------------
@@ -154,6 +155,17 @@ class Simulator:
     def variant(self, pick: Pick) -> Variant:
         """The variant that a pick names."""
         return self.menus[self.graph.calls[pick.call].graph][pick.variant][0]
+
+    def _backward_peak_bytes(
+        self, graph: int, variant: int, tangents_stay: bool, freed: frozenset[int]
+    ) -> int:
+        """The peak inside a backward by a variant of a graph's menu: see `passes`."""
+        return backward_peak_bytes(
+            self.profile.graphs[graph],
+            self.menus[graph][variant][0],
+            tangents_stay=tangents_stay,
+            freed=freed,
+        )
 
     # -- seconds ------------------------------------------------------------------------------
 
