@@ -21,7 +21,7 @@ import numpy as np
 from memfit.planning.acts import Act, Ints, Pick, calls_of
 from memfit.planning.rows import Row
 
-COARSE_UNITS, UNITS = 1_000, 50_000
+COARSE_UNITS, UNITS = 1_000, 25_000
 MAX_WEIGHTS = 8
 _NEVER = 2**60  # bytes of a choice that cannot be made
 
@@ -124,7 +124,7 @@ class Chain:
         A coarse table says how far a fine one must reach.
         """
         seconds = (1 - host_weight) * self._device_s + host_weight * self._host_s
-        most_s = _most_seconds(self.calls, self.acts, seconds.tolist())
+        most_s = self._most_seconds(seconds)
         numbers: list[int] = []
         least_s = 0.0
         for size in (COARSE_UNITS, UNITS):
@@ -137,6 +137,15 @@ class Chain:
             numbers = list(self._traced(table, units, ending, spent, budget))[::-1]
             most_s, least_s = float(seconds[numbers].sum()), spent * unit_s
         return numbers, least_s
+
+    def _most_seconds(self, seconds: Ints) -> float:
+        """No choice adds more: for every call the seconds of its dearest act."""
+        dearest = np.zeros(self.calls)
+        each = seconds / (self._last - self._first + 1)
+        for call in range(self.calls):
+            covering = (self._first <= call) & (call <= self._last)
+            dearest[call] = each[covering].max(initial=0.0)
+        return float(dearest.sum())
 
     def _table(self, budget: int, units: Ints, size: int, ending: _Numbers) -> list[Ints]:
         """Before every call and at the end, the fewest bytes held for every number of units."""
@@ -226,15 +235,6 @@ def _next_weight(lines: Sequence[tuple[float, float]]) -> float | None:
 def _variant(act: Act) -> int:
     """The number of a pick's variant; -1 for other acts."""
     return act.variant if isinstance(act, Pick) else -1
-
-
-def _most_seconds(calls: int, acts: Sequence[Act], seconds: Sequence[float]) -> float:
-    """No choice adds more seconds: for every call those of its dearest act."""
-    dearest = [0.0] * calls
-    for act, added_s in zip(acts, seconds, strict=True):
-        for call in calls_of(act):
-            dearest[call] = max(dearest[call], added_s / len(calls_of(act)))
-    return sum(dearest)
 
 
 def _first_within(least: Ints, limit: int) -> int:

@@ -94,6 +94,11 @@ def smallest(
     return _program(simulator).solve(None, time_limit_s, host_bytes)
 
 
+def is_quick(simulator: Simulator) -> bool:
+    """Whether another budget takes next to no time, so that many can be tried."""
+    return _program(simulator).is_quick
+
+
 def _gap(acts: int) -> float:
     """How near to the bound is near enough, of the seconds added: exact where that is quick."""
     return 1e-4 if acts <= EXACT_ACTS else 1e-2 if acts <= 600 else 3e-2
@@ -221,6 +226,11 @@ class _Program:
                 total += size if there else 0
             highest = max(highest, total)
         return highest
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a table is filled instead of branching."""
+        return self._as_chain() is not None
 
     def _answer(
         self, budget: int | None, time_limit_s: float

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from memfit.planning.acts import Act
 from memfit.planning.fill_up import fill_up
-from memfit.planning.request import Choice, Request, Strategy
+from memfit.planning.request import Choice, Request
 from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator
 
-MAX_TIGHTENINGS = 10
+MAX_TIGHTENINGS = 24
 TIGHTENING_S = 1.5  # for one of them
 TIGHTENINGS_S = 3.0  # for all; the last may begin just before
+
+Asked = Callable[[Request], Sequence[Choice]]  # the choices for a request, none if nothing fits
 
 
 def held_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False) -> int:
     """What a budget must cover: the allocator's bytes where they are predicted, else live ones."""
-    return max(reserved_bytes(simulator, acts, trim) or 0, simulator.peak_bytes(acts))
+    return known_held_bytes(simulator, tuple(acts), trim)
 
 
 def holds(simulator: Simulator, choice: Choice, target: int | None) -> bool:
@@ -32,35 +35,42 @@ def seconds(simulator: Simulator, choice: Choice) -> float:
     return simulator.step_seconds(choice.acts) + choice.trim * simulator.profile.trim_s
 
 
-def tightened(simulator: Simulator, strategy: Strategy, request: Request, choice: Choice) -> Choice:
+def tightened(
+    simulator: Simulator, ask: Asked, request: Request, choices: Sequence[Choice]
+) -> Choice:
     """Ask for less until the allocator, too, stays under the budget, then for as much as it can.
 
-    What was proven for the budget stays the bound; for less than it, more could be proven.
+    `choices` are those for the budget itself. How well a choice is placed goes up and down: between
+    the budget and what holds, the search comes down from above by small steps. What was proven for
+    the budget stays the bound; for less than it, more could be proven.
     """
-    target = request.budget
+    target, first = request.budget, choices[0]
     assert target is not None
-    too_much = min(target, simulator.peak_bytes(choice.acts))
-    asked, holding = too_much - _over(simulator, choice, target), 0
-    known = [choice]
-    deadline = time.monotonic() + TIGHTENINGS_S
-    for _ in range(MAX_TIGHTENINGS):
-        if time.monotonic() > deadline:
-            break
-        found = strategy(simulator, replace(request, budget=asked, time_limit_s=TIGHTENING_S))
-        if found is None:
-            break
-        found = replace(found, trim=choice.trim, lower_bound_s=choice.lower_bound_s)
-        known.append(found)
-        over = _over(simulator, found, target)
-        if over <= 0:
-            holding = asked
-        else:
-            too_much = asked
-        if too_much - holding <= target // 400:
-            break
-        asked = (holding + too_much) // 2 if holding else asked - max(over, target // 400)
+    known, tries = list(choices), iter(range(MAX_TIGHTENINGS))
+    deadline = time.process_time() + TIGHTENINGS_S  # other processes may be busy
+
+    def over(asked: int) -> int | None:
+        """By how much choices for so many bytes miss the target; None if there are none."""
+        if time.process_time() > deadline or next(tries, None) is None:
+            return None
+        found = ask(replace(request, budget=asked, time_limit_s=TIGHTENING_S))
+        known.extend(
+            replace(option, trim=first.trim, lower_bound_s=first.lower_bound_s) for option in found
+        )
+        return _over(simulator, known[-len(found) :], target) if found else None
+
+    top, missed = min(target, simulator.peak_bytes(first.acts)), _over(simulator, choices, target)
+    step = max(target // 400, 2)
+    holding = top
+    more: int | None = missed
+    while more is not None and more > 0:
+        holding -= max(more, step)
+        more = over(holding)
+    asked = top - max(missed, 0) // 2
+    while more is not None and asked > holding and (above := over(asked)) is not None and above > 0:
+        asked -= max(above // 2, step // 2)
     fitting = [found for found in known if holds(simulator, found, target)]
-    return min(fitting, key=lambda found: seconds(simulator, found), default=choice)
+    return min(fitting, key=lambda found: seconds(simulator, found), default=first)
 
 
 def filled_up(simulator: Simulator, lean: Choice, target: int) -> Choice:
@@ -69,9 +79,16 @@ def filled_up(simulator: Simulator, lean: Choice, target: int) -> Choice:
     def fits(acts: Sequence[Act]) -> bool:
         return holds(simulator, replace(lean, acts=tuple(acts)), target)
 
-    gap = _over(simulator, lean, simulator.peak_bytes(lean.acts))
+    gap = _over(simulator, [lean], simulator.peak_bytes(lean.acts))
     return replace(lean, acts=fill_up(simulator, lean.acts, fits, target - gap))
 
 
-def _over(simulator: Simulator, choice: Choice, target: int) -> int:
-    return held_bytes(simulator, choice.acts, choice.trim) - target
+@lru_cache(maxsize=512)
+def known_held_bytes(simulator: Simulator, acts: tuple[Act, ...], trim: bool) -> int:
+    """As `held_bytes`: placing a step takes too long to do it twice."""
+    return max(reserved_bytes(simulator, acts, trim) or 0, simulator.peak_bytes(acts))
+
+
+def _over(simulator: Simulator, choices: Sequence[Choice], target: int) -> int:
+    """By how much the one that is placed best misses the target."""
+    return min(held_bytes(simulator, found.acts, found.trim) for found in choices) - target
