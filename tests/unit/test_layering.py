@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": BASE | STAGES | {"fitted", "whole_step"},
     "__init__": BASE | STAGES | {"api", "observe", "train"},
     "train": BASE | {"ir", "workload", "measure", "planning", "runtime", "api"},
-    "cli": BASE | STAGES | {"config", "fitted", "api", "train", "__init__"},
+    "cli": BASE | STAGES | {"config", "fitted", "observe", "api", "train", "__init__"},
     "__main__": {"cli"},
 }
 # These hold plain data and arithmetic, so that a plan is tested in milliseconds, from JSON.

@@ -71,8 +71,8 @@ def resources(
         session.progress("loading torch")
         from memfit import __version__, api
         from memfit.measure.device import device_facts
+        from memfit.observe.resources import resources as take_stock
         from memfit.report.resources import resources_markdown, resources_report
-        from memfit.verify.resources import resources as take_stock
 
         session.progress(f"building {target}")
         workload = what.build()

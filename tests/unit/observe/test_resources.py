@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 from memfit.api import fit_workload
 from memfit.errors import UsageError
-from memfit.measure import host_peak
 from memfit.measure.step import run_step, untouched
-from memfit.verify.resources import resources
+from memfit.observe import counters
+from memfit.observe.resources import resources
 
 
 def test_a_checkpoint_takes_what_torch_writes(zoo: SimpleNamespace) -> None:
@@ -48,23 +47,15 @@ def test_a_plain_step_that_did_not_fit_has_no_numbers(zoo: SimpleNamespace) -> N
     assert rows["time of the run"].after.how == "projected"
 
 
-def test_the_hosts_peak_is_that_of_the_work() -> None:
-    def take(mib: int) -> int | None:
-        return host_peak.host_peak_bytes(lambda: torch.ones(mib * 2**18).sum())
-
-    small, large = take(1), take(300)
-    if small is None or large is None:
-        pytest.skip("this system does not tell a process its peak")
-    assert large - small > 250 * 2**20
-    again = take(1)
-    assert again is not None and again < large - 200 * 2**20, "a new peak, not that of all time"
-
-
-def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_peak, "_OWN", tmp_path / "none")
-    ran: list[int] = []
-    assert host_peak.host_peak_bytes(lambda: ran.append(1)) is None
-    assert ran == [1]
+def test_a_system_that_does_not_tell_its_peak(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "_RESET", "/proc/self/nothing")
+    workload = zoo.workload(zoo.Stack)
+    with fit_workload(workload, "95%", executor="module", steps=1) as fitted:
+        rows = {row.name: row for row in resources(fitted, workload).rows}
+    host = rows["host memory, peak"].after
+    assert host.how == "not measured" and "cannot be read" in str(host.why)
 
 
 @pytest.mark.parametrize("count", [{"samples": 0}, {"samples": 4, "epochs": 0}])

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import IO, Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from memfit.errors import UsageError
 from memfit.fitted import Fitted
 from memfit.ir.resources import Amount, How, Resource, Resources
 from memfit.ir.result import Result
-from memfit.measure.host_peak import host_peak_bytes
 from memfit.measure.step import run_step, untouched
+from memfit.observe.counters import ResidentCounter
 from memfit.runtime.split import samples_in
 from memfit.workload import Workload
 
@@ -25,7 +26,6 @@ STEPS = 2  # that the host's memory is watched in
 _NO_BASELINE = "the plain step does not fit on the device"
 _NO_SAMPLES = "give --samples"
 _NO_EPOCHS = "give --samples and --epochs"
-_NO_HOST = "the system does not tell"
 
 
 def resources(
@@ -99,18 +99,33 @@ def _watched(
 ) -> tuple[Amount, Amount]:
     """The host's peak in some steps, and the bytes of model and optimizer as torch.save writes."""
 
-    def steps() -> None:
-        for _ in range(STEPS):
-            run_step(workload, accumulate=accumulate)
-
     with untouched(workload), at_work:
-        peak = host_peak_bytes(steps)
+        with _host_peak() as peak:
+            for _ in range(STEPS):
+                run_step(workload, accumulate=accumulate)
         file = _Counter()
         model, optimizer = workload.model, workload.optimizer
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, cast(IO[bytes], file))
-    host = Amount(None, "not measured", _NO_HOST) if peak is None else Amount(peak, "measured")
-    return host, Amount(file.bytes, "measured")
+    return peak[0], Amount(file.bytes, "measured")
+
+
+@contextmanager
+def _host_peak() -> Iterator[list[Amount]]:
+    """A list that gets the peak of the process's memory while the block ran."""
+    found: list[Amount] = []
+    counter = ResidentCounter()
+    try:
+        counter.open()
+    except UsageError as error:
+        yield found
+        found.append(Amount(None, "not measured", error.message))
+        return
+    try:
+        yield found
+        found.append(Amount(counter.take().highest_bytes, "measured"))
+    finally:
+        counter.close()
 
 
 class _Counter(io.RawIOBase):
