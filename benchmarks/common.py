@@ -6,6 +6,7 @@ import argparse
 import atexit
 import gc
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import torch
 
 import memfit
 from memfit.measure.device import device_facts
+from memfit.verify.deterministic import CUBLAS
 
 MIB = 2**20
 LOCKED_MHZ = 1500  # a clock that most work can hold without reaching the power limit
@@ -38,6 +40,7 @@ def load_report(path: Path, *sections: str) -> dict[str, Any]:
             "torch": facts.torch,
             "python": platform.python_version(),
             "memfit": memfit.__version__,
+            "cublas": os.environ.get(CUBLAS),
         },
         "command": _command(sys.argv),
         **{section: {} for section in sections},
@@ -99,7 +102,7 @@ def heading(title: str, report: dict[str, Any]) -> list[str]:
         f"# {title}",
         "",
         f"{machine['gpu']}, driver {machine['driver']}, torch {machine['torch']}, "
-        f"Python {machine['python']}{_clock_text(machine)}. Command: `{report['command']}`",
+        f"Python {machine['python']}{_settings_text(machine)}. Command: `{report['command']}`",
         "",
         "MB is 2^20 bytes. Peaks are live bytes of the whole step; reserved is what the process "
         "held under the cap.",
@@ -124,8 +127,10 @@ def _lock_clock() -> str | None:
     return f"locked at {LOCKED_MHZ} MHz"
 
 
-def _clock_text(machine: dict[str, Any]) -> str:
-    return f", clock {machine['clock']}" if machine.get("clock") else ""
+def _settings_text(machine: dict[str, Any]) -> str:
+    clock = f", clock {machine['clock']}" if machine.get("clock") else ""
+    # Torch reads it at every matrix product, which costs the host some time.
+    return clock + (f", {CUBLAS}={machine['cublas']}" if machine.get("cublas") else "")
 
 
 def _command(words: list[str]) -> str:
