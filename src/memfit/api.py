@@ -22,9 +22,9 @@ from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import (
-    APPROXIMATE,
     MICROBATCH,
     OPTIMIZER,
+    ROUNDED_STATE,
     STEP,
     forced_techniques,
     techniques_for,
@@ -367,12 +367,12 @@ def _goal(
 
 def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -> Numerics:
     """The comparison with what the optimizer makes of it, without its techniques and with them."""
-    loss_only = [t for t in planned.plan.setup if t == "tiled_loss"]
+    others = [t for t in planned.plan.setup if t not in OPTIMIZER]
     tile_bytes = planned.plan.tile_bytes
-    setup = Setup(loss_only, workload.model, tile_bytes=tile_bytes) if loss_only else None
+    setup = Setup(others, workload.model, tile_bytes=tile_bytes) if others else None
     stepped = check_parameters(workload, planned, Applied(planned.plan, workload.model, setup))
     equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
-    rounded = bool(set(APPROXIMATE) & set(planned.plan.setup))
+    rounded = bool(set(ROUNDED_STATE) & set(planned.plan.setup))
     said = "the same as" if equal else f"{apart:.2g} of their largest from those"
     notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
     return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from memfit import api
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
+from memfit.runtime.lowbit.int8_tensor import Int8Tensor
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
@@ -99,6 +101,54 @@ def test_state_in_eight_bits_by_name_only() -> None:
         assert result.numerics.agree and "of their largest" in str(result.numerics.note)
         assert torch.isfinite(fitted.step(workload.batch))
     assert all(s["exp_avg"].dtype is torch.float32 for s in workload.optimizer.state.values())
+
+
+def frozen() -> Workload:
+    """Six wide layers, of which only the last is trained."""
+    workload = wide()
+    for parameter in workload.model[:-1].parameters():
+        parameter.requires_grad_(False)
+    workload.optimizer = torch.optim.AdamW(workload.model[-1].parameters())
+    return workload
+
+
+def test_frozen_weights_in_int8_by_name_only() -> None:
+    workload = frozen()
+    before = [p.clone() for p in workload.model.parameters()]
+    setup = Setup(("int8_weights",), workload.model, workload.optimizer)
+    profile = memfit.profile(workload, executor="module", setup=setup)
+    with fit_workload(workload, "100%", profiled=profile, steps=1) as fitted:
+        numerics = fitted.result.numerics
+        assert fitted.plan.setup == ("int8_weights",)
+        assert numerics.agree and not numerics.bitwise_vs_unplanned
+        assert "frozen weights are rounded to 8 bits" in str(numerics.note)
+        assert torch.isfinite(fitted.step(workload.batch))
+    after = list(workload.model.parameters())
+    assert all(map(torch.equal, before[:-2], after[:-2])), "whole again, bit for bit"
+    assert not torch.equal(before[-2], after[-2]), "what is trained was"
+
+
+def test_weights_that_are_rounded_too_much_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = frozen()
+    setup = Setup(("int8_weights",), workload.model, workload.optimizer)
+    profile = memfit.profile(workload, executor="module", setup=setup)
+    rounded = Int8Tensor.dequantize
+    monkeypatch.setattr(Int8Tensor, "dequantize", lambda *given: 1.5 * rounded(*given))
+    with fit_workload(workload, "16MiB", profiled=profile, steps=1) as fitted:
+        assert not fitted.result.numerics.agree
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(wide, "not possible: the model has no frozen"), (frozen, "the unplanned peak goes from")],
+)
+def test_int8_weights_that_cannot_help_are_not_taken(
+    make: Callable[[], Workload], why: str
+) -> None:
+    """Where all weights are trained; and on the CPU, where the exact ones stay beside them."""
+    with pytest.raises(InfeasibleError) as refused:
+        fit_workload(make(), "30%", allow="+int8_weights", executor="module")
+    assert f"int8_weights: {why}" in refused.value.message
 
 
 def test_clipping_takes_two_backwards() -> None:

@@ -8,9 +8,10 @@ from memfit.errors import UsageError
 
 ACTIVATIONS = ("recompute", "offload")
 # How the step itself is run, in the order in which they are tried: the cheap ones first.
-APPROXIMATE = ("optim_bf16_sr", "optim_8bit")
+ROUNDED_STATE = ("optim_bf16_sr", "optim_8bit")
+APPROXIMATE = (*ROUNDED_STATE, "int8_weights")
+OPTIMIZER = ("step_in_backward", "optimizer_offload", *ROUNDED_STATE)
 STEP = ("step_in_backward", "tiled_loss", "optimizer_offload", *APPROXIMATE)
-OPTIMIZER = tuple(name for name in STEP if name != "tiled_loss")
 MICROBATCH = "microbatch"  # the batch in parts, gradients added up
 AVAILABLE = (*ACTIVATIONS, *STEP, MICROBATCH)
 # What a strategy is made of: naming it allows these.

@@ -1,7 +1,8 @@
 """How a step is run beside its activations: techniques of the loss and of the optimizer.
 
-The optimizer steps in backward, its state lives in host memory, the loss is made in tiles. A plan
-of activations goes on top: what it finds is measured with the set-up at work.
+The optimizer steps in backward, its state lives in host memory, the loss is made in tiles, frozen
+weights lie in int8. A plan of activations goes on top: what it finds is measured with the set-up at
+work.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 
 from memfit.errors import UsageError
+from memfit.runtime.lowbit.int8_weights import Int8Weights
 from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
@@ -45,6 +47,8 @@ class Setup(Stacked):
         self._model, self._optimizer, self._modules = model, optimizer, tuple(modules)
 
     def _make(self, stack: ExitStack) -> None:
+        if "int8_weights" in self.techniques:
+            stack.enter_context(Int8Weights(self._model))
         if "tiled_loss" in self.techniques:
             stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
         stepper = self._stepper()

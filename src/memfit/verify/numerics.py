@@ -29,6 +29,7 @@ from memfit.workload import Workload
 RANDOM_TOLERANCE = 5e-2
 ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
 REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
+INT8_TOLERANCE = 1e-1  # of all gradients' length, where frozen weights are rounded to 8 bits
 APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
@@ -66,7 +67,7 @@ def check_numerics(
     with deterministic():
         result = _planned_against_unplanned(workload, planned, unplanned)
     # A step that repeated itself once may have done so by chance.
-    same = result.bitwise_vs_unplanned or (_reorders(planned.plan) and result.agree)
+    same = result.bitwise_vs_unplanned or (_is_only_near(planned.plan) and result.agree)
     if not same and workload.device.type == "cuda":
         result = _with_repeatable_kernels(workload, planned, unplanned) or result
     return result
@@ -108,6 +109,9 @@ def _planned_against_unplanned(
         note = "the unplanned step does not fit: its activations were kept in host memory"
     actual = _numbers(workload, planned)
     result = replace(compare(unplanned, actual), note=note)
+    if _rounds_weights(planned.plan):
+        why = "frozen weights are rounded to 8 bits"
+        return _near(result, unplanned, actual, why, INT8_TOLERANCE)
     if planned.plan.executor == "inductor":
         if workload_is_random(workload):
             return _against_unplanned(workload, base, result, unplanned, actual)
@@ -118,7 +122,8 @@ def _planned_against_unplanned(
     if result.bitwise_vs_unplanned:
         return result
     if _reorders(planned.plan):
-        return _reordered(result, unplanned, actual)
+        why = "the loss is summed in another order"
+        return _near(result, unplanned, actual, why, REORDERED_TOLERANCE)
     # Is it the plan, or is the model itself not repeatable?
     for _ in range(REPEATS if workload.device.type == "cuda" else 1):
         again = compare(unplanned, _numbers(workload, base, on_host=on_host))
@@ -142,19 +147,26 @@ def _unplanned_numbers(workload: Workload, base: Applied | None) -> tuple[Number
     return _numbers(workload, base, on_host=True), True
 
 
+def _is_only_near(plan: Plan) -> bool:
+    return _reorders(plan) or _rounds_weights(plan)
+
+
 def _reorders(plan: Plan) -> bool:
     return "tiled_loss" in plan.techniques
 
 
-def _reordered(result: Numerics, unplanned: Numbers, planned: Numbers) -> Numerics:
-    """The same sums in another order: near, not equal."""
+def _rounds_weights(plan: Plan) -> bool:
+    return "int8_weights" in plan.techniques
+
+
+def _near(
+    result: Numerics, unplanned: Numbers, planned: Numbers, why: str, tolerance: float
+) -> Numerics:
+    """Near, not equal, and why."""
     apart = gradient_error(unplanned, planned)
-    note = (
-        "the loss is summed in another order: all gradients together are "
-        f"{apart:.2g} of their length from the unplanned ones"
-    )
+    note = f"{why}: all gradients together are {apart:.2g} of their length from the unplanned ones"
     note = f"{result.note}; {note}" if result.note else note
-    return replace(result, agree=apart <= REORDERED_TOLERANCE, note=note)
+    return replace(result, agree=apart <= tolerance, note=note)
 
 
 def check_parameters(workload: Workload, planned: Applied, plain: Applied) -> Numerics:

@@ -9,7 +9,7 @@ import torch
 
 from memfit.errors import UsageError
 from memfit.measure.step import run_step, untouched
-from memfit.planning.techniques import APPROXIMATE, STEP
+from memfit.planning.techniques import APPROXIMATE, ROUNDED_STATE, STEP
 from memfit.runtime.setup import Setup
 from memfit.targets import resolve_target
 from memfit.workload import Workload
@@ -71,7 +71,7 @@ def test_gradients_can_be_held() -> None:
         assert all(p.grad is not None for p in workload.model.parameters())
 
 
-@pytest.mark.parametrize("name", APPROXIMATE)
+@pytest.mark.parametrize("name", ROUNDED_STATE)
 @pytest.mark.parametrize("others", [(), ("step_in_backward",)])
 def test_state_in_few_bits_is_near(name: str, others: tuple[str, ...]) -> None:
     workload = gpt2()
