@@ -128,3 +128,24 @@ def test_a_budget_with_everything_holds_under_the_cap(executor: str) -> None:
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / one.norm().clamp_min(1e-12))
+
+
+def test_frozen_weights_in_int8_make_room() -> None:
+    workload = gpt2()
+    trained = workload.model.get_submodule("transformer.h.3")
+    workload.model.requires_grad_(False)
+    trained.requires_grad_(True)
+    workload.optimizer = torch.optim.AdamW(trained.parameters(), fused=True)
+    frozen = sum(p.nbytes for p in workload.model.parameters() if not p.requires_grad)
+    with untouched(workload):
+        run_step(workload)
+        plain = measure_peak(workload, lambda: run_step(workload)).reserved_bytes
+    budget = plain - frozen // 3
+    with memfit.fit_workload(
+        workload, budget, allow=["int8_weights"], executor="module", steps=3
+    ) as fitted:
+        assert fitted.plan.setup == ("int8_weights",)
+        assert fitted.result.measured.peak_reserved_bytes <= budget
+        assert fitted.result.numerics.agree
+        assert torch.isfinite(fitted.step(workload.batch))
+    assert all(p.is_cuda for p in workload.model.parameters())
