@@ -52,7 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "api": BASE | STAGES | {"fitted", "whole_step"},
     "__init__": BASE | STAGES | {"api", "observe", "train"},
     "train": BASE | {"ir", "workload", "measure", "planning", "runtime", "api"},
-    "cli": BASE | STAGES | {"config", "fitted", "observe", "api", "train", "__init__"},
+    "bench": BASE | STAGES | {"fitted", "api", "train", "__init__"},
+    "cli": BASE | STAGES | {"config", "fitted", "observe", "api", "train", "bench", "__init__"},
     "__main__": {"cli"},
 }
 # These hold plain data and arithmetic, so that a plan is tested in milliseconds, from JSON.

@@ -69,10 +69,16 @@ def living_storages(device: torch.device) -> list[torch.UntypedStorage]:
 
 def measure_peak(workload: Workload, work: Callable[[], Any]) -> Peak:
     """Run `work` and return its peak: static bytes and everything it allocates."""
-    device = workload.device
+    return peak_on(workload.device, lambda: sum(static_bytes(workload).values()), work)
+
+
+def peak_on(device: torch.device, static: Callable[[], int], work: Callable[[], Any]) -> Peak:
+    """The peak of `work` on a device; `static` counts what a CPU holds before it.
+
+    A GPU's allocator counts by itself.
+    """
     if device.type != "cuda":
-        base = sum(static_bytes(workload).values())
-        highest = base + peak_above_start(record(work, device))
+        highest = static() + peak_above_start(record(work, device))
         return Peak(highest, highest)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,80 @@
+"""memfit itself: a plan for a budget, run and verified, with what it promised beside it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from memfit import api
+from memfit.bench.systems.catalogue import memfit_options
+from memfit.bench.systems.prepared import Prepared, Setting, total_static
+from memfit.fitted import Fitted
+from memfit.ir.bench import Planned
+from memfit.ir.plan import KEEP
+from memfit.measure.step import run_step
+from memfit.measure.timing import Inside
+from memfit.report.fit import numbers_agree
+
+
+def prepare(setting: Setting, family: str, argument: str) -> Prepared:
+    """Fit the workload, then hand over the planned step; InfeasibleError when no plan holds."""
+    begun = time.perf_counter()
+    fitted = api.fit_workload(
+        setting.workload,
+        steps=setting.steps,
+        progress=setting.say,
+        **fit_options(family, argument),
+    )
+    fit_s = time.perf_counter() - begun
+    fitted.undo()
+    work = partial(run_step, fitted.workload, accumulate=fitted.plan.split)
+    applied = fitted.applied
+    return Prepared(
+        Inside(lambda: applied, work),
+        partial(total_static, setting.workload),
+        apart=fitted.plan.trim,
+        facts={
+            "planned": planned_facts(fitted, fit_s),
+            "breakdown": dict(fitted.plan.predicted.categories),
+            "notes": fitted.result.notes,
+        },
+    )
+
+
+def fit_options(family: str, argument: str) -> dict[str, Any]:
+    """The keyword arguments of the fit that a system's name asks for."""
+    goal, options = memfit_options(argument)
+    chosen: dict[str, Any] = dict(options)
+    if family == "memfit-cut":
+        return {"budget": None, "activation_reduction": float(goal[:-1]) / 100, **chosen}
+    if goal == "none":
+        return {"budget": None, "strategy": "none", **chosen}
+    return {"budget": goal, **chosen}
+
+
+def planned_facts(fitted: Fitted, fit_s: float) -> Planned:
+    """Promise and measurement, from the fit's own result."""
+    result, plan = fitted.result, fitted.plan
+    return Planned(
+        budget_bytes=result.budget_bytes,
+        predicted_peak_bytes=result.predicted.peak_bytes,
+        measured_peak_bytes=result.measured.peak_bytes,
+        predicted_reserved_bytes=result.predicted.peak_reserved_bytes,
+        measured_reserved_bytes=result.measured.peak_reserved_bytes,
+        unplanned_peak_bytes=result.baseline.peak_bytes,
+        static_bytes=result.baseline.static_bytes,
+        predicted_step_s=result.predicted.step_s,
+        predicted_ratio=result.predicted.time_ratio,
+        measured_ratio=result.measured.time_ratio,
+        unplanned_step_s=result.baseline.step_s,
+        gap=result.predicted.gap,
+        executor=plan.executor,
+        techniques=tuple(plan.techniques),
+        segments=len(plan.segments),
+        chosen=tuple(s.name for s in plan.segments if s.decision != KEEP),
+        numbers_agree=numbers_agree(result.numerics),
+        bitwise=result.numerics.bitwise_vs_unplanned,
+        numbers_note=result.numerics.note,
+        fit_s=fit_s,
+    )

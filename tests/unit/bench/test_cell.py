@@ -1,0 +1,220 @@
+"""Cells as they run: what they measure, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memfit.bench.cell import CellSpec, build, run_cell
+from memfit.bench.process import run_in_process
+from memfit.bench.workloads import named
+from memfit.ir.bench import (
+    CRASHED,
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    REFUSED,
+    TIMED_OUT,
+    UNAVAILABLE,
+    Cell,
+    WorkloadSpec,
+)
+from memfit.measure.memory import static_bytes
+
+FIELDS = ("n_layer=3", "n_embd=32", "n_head=2", "n_ff=64", "vocab_size=50")
+TINY = named(WorkloadSpec("", "encoder", 4, 16, device="cpu", fields=FIELDS))
+
+
+def run(system: str, workload: WorkloadSpec = TINY) -> Cell:
+    return run_cell(CellSpec(workload, system, steps=3))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own take as many threads as this one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def eager() -> Cell:
+    return run("eager")
+
+
+def test_the_eager_cell_is_its_own_reference_and_knows_its_parts(eager):
+    assert eager.status == OK and eager.reference is not None
+    assert eager.reference.kind == "eager" and eager.samples == 3
+    # Nothing of the step is left over, so its peak is the recorded one to some bytes.
+    assert abs(eager.peak_bytes - eager.reference.peak_bytes) < 1024
+    assert abs(sum(eager.breakdown.values()) - eager.peak_bytes) < 0.01 * eager.peak_bytes
+    assert eager.breakdown["optimizer_state"] > eager.breakdown["parameters"] > 0
+
+
+def test_checkpointed_blocks_take_less_than_the_eager_step():
+    cell = run("checkpoint")
+    half = run("checkpoint:half")
+    assert cell.status == half.status == OK
+    assert cell.peak_bytes < half.peak_bytes < cell.reference.peak_bytes
+
+
+def test_a_plan_has_promise_and_measurement():
+    cell = run("memfit:85% executor=module")
+    assert cell.status == OK, cell.reason
+    plan = cell.planned
+    assert plan.executor == "module" and plan.numbers_agree and plan.bitwise
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.predicted_peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.02)
+    assert cell.peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.02)
+    assert 0 < len(plan.chosen) <= plan.segments
+    assert plan.measured_added_s == pytest.approx((plan.measured_ratio - 1) * plan.unplanned_step_s)
+
+
+def test_a_cut_of_activations_and_the_unplanned_step():
+    cut = run("memfit-cut:30% executor=module")
+    assert cut.status == OK, cut.reason
+    plan = cut.planned
+    activations = plan.unplanned_peak_bytes - plan.static_bytes
+    assert plan.measured_saved_bytes >= 0.3 * activations
+    unplanned = run("memfit:none executor=module")
+    assert unplanned.planned.chosen == ()
+    assert unplanned.planned.estimated_saved_bytes == 0
+
+
+def test_an_impossible_budget_is_refused_with_its_minimum():
+    cell = run("memfit:1000 executor=module")
+    assert cell.status == REFUSED and cell.reason.startswith("the minimum is ")
+
+
+@pytest.mark.parametrize(
+    ("system", "reason"),
+    [
+        ("save-on-cpu", "nothing to move it from"),
+        ("offload-flags", "nothing to offload it from"),
+        ("hf-checkpoint", "Encoder has no gradient checkpointing"),
+    ],
+)
+def test_a_system_that_cannot_run_says_why(system, reason):
+    cell = run(system)
+    assert cell.status == UNAVAILABLE and reason in cell.reason
+
+
+def test_a_system_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setattr("memfit.bench.systems.catalogue.find_spec", lambda name: None)
+    assert run("torchao-offload").reason == "torchao is not installed"
+    assert run("deepspeed-offload").reason == "deepspeed is not installed"
+
+
+def test_transformers_own_checkpointing_comes_and_goes():
+    pytest.importorskip("transformers")
+    fields = ("n_layer=3", "n_embd=32", "n_head=2", "vocab_size=50", "n_positions=32")
+    gpt2 = named(WorkloadSpec("", "transformers:gpt2", 2, 16, device="cpu", fields=fields))
+    every = run("hf-checkpoint", gpt2)
+    assert every.status == OK, every.reason
+    assert every.peak_bytes < every.reference.peak_bytes
+    some = run("hf-checkpoint:every=2", gpt2)
+    if some.status == UNAVAILABLE:
+        assert "has no every_n_layers" in some.reason
+    else:
+        assert every.peak_bytes < some.peak_bytes < every.reference.peak_bytes
+
+
+def test_the_largest_batch_is_larger_with_a_plan():
+    cell = run("largest-batch:6MiB executor=module")
+    assert cell.status == OK, cell.reason
+    assert cell.largest.planned_size > cell.largest.plain_size > 4
+
+
+def test_fsdp2_on_one_rank_keeps_what_the_model_has(eager):
+    """In a process of its own: a process group can be joined once."""
+    cell = run_in_process(CellSpec(TINY, "fsdp2-offload", steps=3), 120)
+    assert cell.status == OK, cell.reason
+    assert cell.reference.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.01)
+    static = sum(static_bytes(build(TINY)).values())  # before there is optimizer state
+    assert cell.peak_bytes > 3 * static * 0.9  # parameters and two states of Adam
+    assert cell.ratio > 0
+
+
+@pytest.mark.slow
+def test_compiled_systems():
+    """Real compilations, of a model small enough for seconds."""
+    whole, blocks = run("compile"), run("blocks:0.2")
+    both = run("checkpoint-compiled")
+    for cell in (whole, blocks, both):
+        assert cell.status == OK, cell.reason
+        assert cell.first_steps_s > cell.step_s
+    assert both.peak_bytes < both.reference.peak_bytes
+
+
+@pytest.fixture
+def file_target(tmp_path: Path):
+    """A workload whose loss does what it is told."""
+
+    def make(does: str, model: str = "torch.nn.Linear(4, 1)") -> WorkloadSpec:
+        path = tmp_path / "mine.py"
+        path.write_text(
+            "import os, signal, time\nimport torch\nimport memfit\n"
+            "def loss_fn(model, batch):\n"
+            f"    {does}\n"
+            "    return model(batch).mean()\n"
+            "def workload():\n"
+            f"    model = {model}\n"
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "    return memfit.Workload(model, loss_fn, optimizer, torch.ones(2, 4))\n"
+        )
+        return named(WorkloadSpec("", f"{path}:workload"))
+
+    return make
+
+
+def test_out_of_memory_is_marked(file_target):
+    spec = file_target("raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GiB')")
+    cell = run("eager", spec)
+    assert cell.status == OUT_OF_MEMORY and "does not fit" in cell.reason
+
+
+def test_where_the_eager_step_does_not_fit_the_unplanned_one_stands_in(monkeypatch):
+    from memfit.bench import cell as module
+
+    monkeypatch.setattr(module, "_eager", lambda run, workload: None)
+    cell = run("checkpoint")
+    assert cell.status == OK, cell.reason
+    assert cell.reference.kind == "unplanned" and cell.ratio > 0
+
+
+def test_an_error_in_the_step_is_a_row_with_its_message(file_target):
+    cell = run("eager", file_target("raise ValueError('no such thing')"))
+    assert cell.status == FAILED and cell.reason == "ValueError: no such thing"
+
+
+def test_a_model_without_blocks_cannot_be_checkpointed(file_target):
+    cell = run("checkpoint", file_target("pass"))
+    assert cell.status == UNAVAILABLE and "no blocks" in cell.reason
+
+
+def test_a_process_that_is_killed_is_a_row(file_target):
+    spec = file_target("os.kill(os.getpid(), signal.SIGKILL)")
+    cell = run_in_process(CellSpec(spec, "eager", steps=1), 120)
+    assert cell.status == CRASHED and "signal SIGKILL" in cell.reason
+    assert "measuring the eager step" in cell.reason and cell.seconds > 0
+
+
+@pytest.mark.slow
+def test_a_cell_that_takes_too_long_is_ended_with_all_it_started(file_target, tmp_path):
+    left = tmp_path / "pid"
+    does = (
+        f"import subprocess; p = subprocess.Popen(['sleep', '600']); "
+        f"open({str(left)!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    )
+    cell = run_in_process(CellSpec(file_target(does), "eager", steps=1), 20)
+    assert cell.status == TIMED_OUT and "still running after 20 s" in cell.reason
+    state = Path(f"/proc/{left.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_output_of_a_cell_is_kept_where_it_is_asked_for(tmp_path, file_target):
+    log = tmp_path / "cells.log"
+    spec = replace(CellSpec(file_target("print('hello there')"), "eager", steps=1))
+    assert run_in_process(spec, 120, log).status == OK
+    assert "hello there" in log.read_text() and os.stat(log).st_size > 0
