@@ -1,0 +1,125 @@
+"""A benchmark beside an earlier one: what got worse, as ratios to each run's own reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.errors import UsageError
+from memfit.ir.bench import OK, UNAVAILABLE, BenchReport, Cell
+
+TIME_TOLERANCE = 0.05
+PEAK_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cell then and now. `worse` says what got worse, `better` what got better."""
+
+    key: str
+    before: Cell
+    now: Cell | None
+    worse: tuple[str, ...] = ()
+    better: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One of: worse, better, same, not run."""
+        if self.now is None:
+            return "not run"
+        return "worse" if self.worse else "better" if self.better else "same"
+
+
+def compare(
+    before: BenchReport, now: BenchReport, wanted: Sequence[str], tolerance: float = TIME_TOLERANCE
+) -> list[Change]:
+    """Every cell of the earlier report that is wanted now, beside the new one.
+
+    Times differ when their ratio moves by more than `tolerance` and more than both runs' noise.
+    """
+    keys = set(wanted)
+    found = [c for c in before.cells if c.key in keys]
+    if not found:
+        raise UsageError(
+            "the earlier benchmark has none of these cells, so there is nothing to compare",
+            hint="run the same workloads and systems; the earlier one has, for example, "
+            f"{before.cells[0].key!r}"
+            if before.cells
+            else "the earlier one has no cells at all",
+        )
+    return [_change(cell, now.find(cell.workload, cell.system), tolerance) for cell in found]
+
+
+def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:
+    """How the two runs' machines differ: ratios can be compared all the same, with care."""
+    there, here = before.machine, now.machine
+    return [
+        f"the earlier run had {name} {there.get(name)!r}, this one {here.get(name)!r}"
+        for name in sorted({*there, *here})
+        if there.get(name) != here.get(name)
+    ]
+
+
+def change_lines(changes: Sequence[Change]) -> list[str]:
+    """The comparison in words, what got worse first."""
+    order = ("worse", "better", "not run")
+    lines = [
+        f"{name}: {c.key}: {'; '.join((*c.worse, *c.better)) or 'in the earlier run only'}"
+        for name in order
+        for c in changes
+        if c.verdict == name
+    ]
+    same = sum(c.verdict == "same" for c in changes)
+    return [*lines, f"{len(changes)} cells compared, {same} as they were"]
+
+
+def _change(before: Cell, now: Cell | None, tolerance: float) -> Change:
+    if now is None:
+        return Change(before.key, before, None)
+    worse: list[str] = []
+    better: list[str] = []
+    if before.status != now.status:
+        text = f"was {before.status}, is {now.status}"
+        if now.reason:
+            text += f" ({now.reason})"
+        if before.status == OK:
+            worse.append(text)
+        elif now.status == OK or before.status == UNAVAILABLE:
+            better.append(text)
+        else:
+            worse.append(text)
+        return Change(before.key, before, now, tuple(worse), tuple(better))
+    _note(worse, better, "time", before.ratio, now.ratio, _room(before, now, tolerance))
+    _note(worse, better, "peak", before.peak_ratio, now.peak_ratio, PEAK_TOLERANCE)
+    if before.planned is not None and now.planned is not None:
+        if before.planned.numbers_agree and not now.planned.numbers_agree:
+            worse.append("its numbers no longer agree")
+    if now.retries > before.retries:
+        worse.append(f"allocator retries {before.retries} -> {now.retries}")
+    return Change(before.key, before, now, tuple(worse), tuple(better))
+
+
+def _note(
+    worse: list[str],
+    better: list[str],
+    name: str,
+    before: float | None,
+    now: float | None,
+    room: float,
+) -> None:
+    if before is None or now is None:
+        if (before is None) != (now is None):
+            worse.append(
+                f"{name} has no ratio {'any more' if now is None else 'in the earlier run'}"
+            )
+        return
+    change = now / before - 1
+    text = f"{name} / reference {before:.3f} -> {now:.3f} ({change:+.1%}, room {room:.1%})"
+    if change > room:
+        worse.append(text)
+    elif change < -room:
+        better.append(text)
+
+
+def _room(before: Cell, now: Cell, tolerance: float) -> float:
+    return max(tolerance, before.noise, now.noise)

@@ -1,0 +1,171 @@
+"""Charts of a benchmark as SVG text: memory against time, over the batch size, by category."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from memfit.bench.report.tables import part_names, parts, series_of
+from memfit.bench.verdict import comparable, is_memfit, pareto_front
+from memfit.errors import UsageError
+from memfit.ir.bench import OUT_OF_MEMORY, BenchReport, Cell, WorkloadSpec
+
+MIB = 2**20
+SIZE = (7.0, 4.2)
+# The same text for the same report, and text that stays text.
+_STYLE: Any = {"svg.hashsalt": "memfit", "svg.fonttype": "none", "text.parse_math": False}
+_MARKS = "osv^<>DPX*hd"
+
+
+def check_charts() -> None:
+    """Raise UsageError where charts cannot be drawn."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"charts need the package matplotlib, which cannot be imported: {error}",
+            hint="pip install 'memfit[bench]', or leave the charts out with --no-charts",
+        ) from error
+
+
+def charts(report: BenchReport) -> dict[str, list[tuple[str, str]]]:
+    """For each section's title its charts: a name and the SVG."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for spec in report.workloads:
+        cells = report.cells_of(spec.name)
+        if len(comparable(cells)) > 1:
+            found.setdefault(spec.name, []).append(("pareto", pareto_chart(spec.name, cells)))
+        split = [c for c in cells if c.breakdown and c.peak_bytes]
+        if split:
+            bars = [(c.system, c) for c in split]
+            chart = breakdown_chart(f"{spec.name}: what the peak is made of", bars)
+            found.setdefault(spec.name, []).append(("breakdown", chart))
+    for series, specs in series_of(report).items():
+        title = f"{series}, over the batch size"
+        drawn = found.setdefault(title, [])
+        drawn.append(("peak", sweep_chart(report, series, specs, "peak")))
+        drawn.append(("time", sweep_chart(report, series, specs, "time")))
+        for system, bars in _split_by_system(report, specs).items():
+            chart = breakdown_chart(f"{series}, {system}: what the peak is made of", bars)
+            drawn.append((f"breakdown-{system}", chart))
+    return found
+
+
+def pareto_chart(title: str, cells: Sequence[Cell]) -> str:
+    """Memory against time; the line joins what nothing else beats in both."""
+    with _figure(f"{title}: memory against time") as (axes, done):
+        for number, cell in enumerate(comparable(cells)):
+            own = is_memfit(cell)
+            x, y = _mb(cell), cell.ratio
+            color = "tab:red" if own else f"C{number % 10}" if number % 10 != 3 else "tab:gray"
+            axes.scatter([x], [y], marker="*" if own else "o", s=90 if own else 35, color=color)
+            axes.annotate(
+                cell.system, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7
+            )
+        front = pareto_front(cells)
+        axes.plot([_mb(c) for c in front], [c.ratio for c in front], color="0.6", lw=1, zorder=0)
+        axes.set_xlabel("peak of the step, MB (2^20 bytes)")
+        axes.set_ylabel("time / reference of the same run")
+    return done[0]
+
+
+def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec], what: str) -> str:
+    """Peak or time of every system over the batch size; a cross marks what ran out of memory."""
+    names = [w.name for w in specs]
+    systems = dict.fromkeys(
+        c.system for c in report.cells if c.workload in names and c.largest is None
+    )
+    with _figure(f"{series}: {what} over the batch size") as (axes, done):
+        for number, system in enumerate(systems):
+            found = [(w.batch, report.find(w.name, system)) for w in specs]
+            points = [
+                (size, _mb(c) if what == "peak" else c.step_s * 1e3)
+                for size, c in found
+                if c is not None and c.ok and c.peak_bytes is not None and c.step_s is not None
+            ]
+            mark = _MARKS[number % len(_MARKS)]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=mark, label=system)
+            lost = [size for size, c in found if c is not None and c.status == OUT_OF_MEMORY]
+            for size in lost:
+                axes.annotate(
+                    f"{system}: out of memory",
+                    (size, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    rotation=90,
+                    va="top",
+                    fontsize=7,
+                    color="tab:red",
+                )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([w.batch for w in specs], [str(w.batch) for w in specs])
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("peak, MB (2^20 bytes)" if what == "peak" else "step, ms")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    return done[0]
+
+
+def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
+    """Stacked categories that add up to the measured peak, a bar for each cell."""
+    names = part_names([cell for _, cell in bars])
+    with _figure(title) as (axes, done):
+        low, high = [0.0] * len(bars), [0.0] * len(bars)
+        places = list(range(len(bars)))
+        for number, name in enumerate(names):
+            sizes = [parts(cell).get(name, 0) / MIB for _, cell in bars]
+            # A part below zero hangs under the axis, so that what is drawn still adds up.
+            bottoms = [high[i] if size >= 0 else low[i] for i, size in enumerate(sizes)]
+            color = f"C{number % 10}"
+            axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=color)
+            for i, size in enumerate(sizes):
+                if size >= 0:
+                    high[i] += size
+                else:
+                    low[i] += size
+        peaks = [_mb(cell) for _, cell in bars]
+        axes.scatter(places, peaks, marker="_", s=400, color="black", label="measured peak")
+        axes.set_xticks(places, [label for label, _ in bars], fontsize=7)
+        axes.set_ylabel("MB (2^20 bytes)")
+        axes.legend(fontsize=7)
+    return done[0]
+
+
+def _split_by_system(
+    report: BenchReport, specs: Sequence[WorkloadSpec]
+) -> dict[str, list[tuple[str, Cell]]]:
+    found: dict[str, list[tuple[str, Cell]]] = {}
+    for spec in specs:
+        for cell in report.cells_of(spec.name):
+            if cell.breakdown and cell.peak_bytes is not None:
+                found.setdefault(cell.system, []).append((str(spec.batch), cell))
+    return {system: bars for system, bars in found.items() if len(bars) > 1}
+
+
+@contextmanager
+def _figure(title: str) -> Iterator[tuple[Any, list[str]]]:
+    """A figure with one pair of axes; the list has its SVG when the block is left."""
+    check_charts()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    done: list[str] = []
+    with rc_context(_STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.3)
+        yield axes, done
+        text = io.StringIO()
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(text, format="svg", metadata=nothing)
+    svg = text.getvalue()
+    done.append(svg[svg.index("<svg") :])  # inside a page there is no place for an XML heading
+
+
+def _mb(cell: Cell) -> float:
+    assert cell.peak_bytes is not None
+    return cell.peak_bytes / MIB

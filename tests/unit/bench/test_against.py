@@ -1,0 +1,93 @@
+"""Regressions are found as ratios."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memfit.bench.against import change_lines, compare, machine_lines
+from memfit.errors import UsageError
+from memfit.ir.bench import OUT_OF_MEMORY, UNAVAILABLE
+
+
+def changes_of(report, before, now, **options):
+    return compare(report(*before), report(*now), [c.key for c in before], **options)
+
+
+def test_a_slower_machine_is_no_regression(cell, report):
+    before = cell("memfit:60%", 60, 1.2)
+    slower = replace(
+        before,
+        step_s=before.step_s * 3,
+        reference=replace(before.reference, step_s=0.030, again_s=0.0303),
+    )
+    assert [c.verdict for c in changes_of(report, [before], [slower])] == ["same"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "peak", "verdict", "said"),
+    [
+        (1.25, 60, "same", "1 as they were"),
+        (1.32, 60, "worse", "time / reference 1.200 -> 1.320 (+10.0%, room 5.0%)"),
+        (1.08, 60, "better", "time / reference 1.200 -> 1.080 (-10.0%, room 5.0%)"),
+        (1.2, 63, "worse", "peak / reference 0.600 -> 0.630 (+5.0%, room 2.0%)"),
+        (1.2, 50, "better", "peak / reference 0.600 -> 0.500"),
+    ],
+)
+def test_ratios_that_move_beyond_the_tolerance(cell, report, ratio, peak, verdict, said):
+    found = changes_of(report, [cell("memfit:60%", 60, 1.2)], [cell("memfit:60%", peak, ratio)])
+    assert [c.verdict for c in found] == [verdict]
+    assert said in "\n".join(change_lines(found))
+
+
+def test_within_the_noise_of_either_run_nothing_is_worse(cell, report):
+    before, now = cell("memfit:60%", 60, 1.2), cell("memfit:60%", 60, 1.32, noise=0.15)
+    assert changes_of(report, [before], [now])[0].verdict == "same"
+    assert changes_of(report, [now], [before])[0].verdict == "same"
+
+
+def test_the_tolerance_can_be_set(cell, report):
+    before, now = cell("memfit:60%", 60, 1.2), cell("memfit:60%", 60, 1.32)
+    assert changes_of(report, [before], [now], tolerance=0.2)[0].verdict == "same"
+
+
+def test_a_cell_that_dies_or_whose_numbers_differ_is_worse(cell, planned, report):
+    fine = cell("memfit:60%", 60, 1.2, planned=planned())
+    dead = cell("memfit:60%", status=OUT_OF_MEMORY, reason="no room")
+    wrong = cell("memfit:60%", 60, 1.2, planned=planned(numbers_agree=False))
+    assert changes_of(report, [fine], [dead])[0].worse == ("was ok, is out of memory (no room)",)
+    assert changes_of(report, [dead], [fine])[0].verdict == "better"
+    assert changes_of(report, [fine], [wrong])[0].worse == ("its numbers no longer agree",)
+
+
+def test_a_system_that_is_no_longer_installed_is_worse_and_one_that_never_was_is_not(cell, report):
+    gone = cell("torchao-offload", status=UNAVAILABLE, reason="torchao is not installed")
+    assert changes_of(report, [cell("torchao-offload", 60, 1.2)], [gone])[0].verdict == "worse"
+    assert changes_of(report, [gone], [gone])[0].verdict == "same"
+
+
+def test_retries_are_worse_and_a_cell_not_run_is_said(cell, report):
+    before = cell("memfit:60%", 60, 1.2)
+    found = compare(
+        report(before, cell("eager", 100, 1.0)),
+        report(replace(before, retries=2)),
+        [before.key, "net@8 | eager"],
+    )
+    assert [c.verdict for c in found] == ["worse", "not run"]
+    assert "allocator retries 0 -> 2" in change_lines(found)[0]
+
+
+def test_nothing_in_common_is_an_error(cell, report):
+    with pytest.raises(UsageError, match="none of these cells") as error:
+        compare(report(cell("eager", 100, 1.0)), report(), ["other | eager"])
+    assert "net@8 | eager" in str(error.value)
+    with pytest.raises(UsageError, match="no cells at all"):
+        compare(report(), report(), ["other | eager"])
+
+
+def test_other_machines_are_named(cell, report):
+    one, other = report(cell("eager", 100, 1.0)), report(cell("eager", 100, 1.0))
+    other = replace(other, machine=other.machine | {"torch": "2.11.0"})
+    assert machine_lines(one, one) == []
+    assert machine_lines(one, other) == ["the earlier run had torch '2.13.0', this one '2.11.0'"]

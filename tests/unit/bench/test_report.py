@@ -1,0 +1,181 @@
+"""Tables, charts and the page, from cells made by hand."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from memfit.bench.report.charts import charts, check_charts, sweep_chart
+from memfit.bench.report.markdown import markdown
+from memfit.bench.report.page import page
+from memfit.bench.report.tables import (
+    breakdown_rows,
+    largest_rows,
+    parts,
+    plan_rows,
+    series_of,
+    sweep_tables,
+    system_rows,
+)
+from memfit.bench.workloads import named, sized
+from memfit.errors import UsageError
+from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, UNAVAILABLE, LargestBatch, WorkloadSpec
+
+MIB = 2**20
+ODD = "<script>alert('x')</script> & | $x^2$"
+
+
+def test_a_row_for_every_system_and_one_for_the_eager_step_again(cell):
+    rows = system_rows(
+        [
+            cell("eager", 100, 1.0, noise=0.02),
+            cell("memfit:60%", 60, 1.2),
+            cell("compile", status=OUT_OF_MEMORY, reason="no room"),
+            cell("deepspeed-offload", status=UNAVAILABLE, reason="deepspeed is not installed"),
+        ]
+    )
+    assert rows == [
+        ["eager", "100", "0.0%", "10.00 ± 0.00", "+0.0%", "+2.0%", "0", ""],
+        ["eager again (A/A)", "100", "", "10.20", "+2.0%", "+2.0%", "0", ""],
+        ["memfit:60%", "60.00", "40.0%", "12.00 ± 0.00", "+20.0%", "+1.0%", "0", ""],
+        ["compile", "-", "-", "-", "-", "-", "-", "OUT OF MEMORY: no room"],
+        ["deepspeed-offload", "-", "-", "-", "-", "-", "-", "deepspeed is not installed"],
+    ]
+
+
+def test_remarks_name_retries_few_samples_and_another_reference(cell, planned):
+    one = cell("memfit:60%", 60, 1.2, kind="unplanned", planned=planned(numbers_agree=False))
+    rows = system_rows([replace(one, retries=3, samples=4)])
+    assert rows[0][-2] == "3"
+    assert rows[0][-1] == (
+        "RETRIES of the allocator: memory was short, so times are not the step's own; "
+        "against unplanned; NUMBERS DIFFER; median of 4 only"
+    )
+
+
+def test_plans_show_estimate_and_measurement(cell, planned):
+    (row,) = plan_rows([cell("eager", 100, 1.0), cell("memfit:60%", 61, 1.2, planned=planned())])
+    assert row == [
+        "memfit:60%",
+        "64.00",
+        "60.00",
+        "61.00",
+        "40.00",
+        "39.00",
+        "+2.00",
+        "+2.50",
+        "1.200x",
+        "1.250x",
+        "2 of 6",
+        "the same",
+    ]
+    without = cell("memfit:60%", 61, 1.2, planned=planned(measured_ratio=None))
+    assert plan_rows([without])[0][7] == "-"
+
+
+def test_parts_of_the_peak_add_up_to_it(cell):
+    split = {"parameters": 30 * MIB, "activations": 60 * MIB}
+    one = cell("eager", 100, 1.0, breakdown=split)
+    assert sum(parts(one).values()) == one.peak_bytes
+    assert parts(one)["unaccounted"] == 10 * MIB
+    names = ["parameters", "activations", "unaccounted"]
+    assert breakdown_rows([one, cell("compile", 90, 1.0)], names) == [
+        ["eager", "30.00", "60.00", "10.00", "100"]
+    ]
+
+
+@pytest.fixture
+def swept(cell, report):
+    specs = sized(WorkloadSpec("", "encoder", seq=128), (8, 4))
+    cells = [
+        make
+        for spec in specs
+        for make in (
+            cell("eager", 100, 1.0, workload=spec.name, breakdown={"parameters": 100 * MIB}),
+            cell("memfit:65%", 65, 1.1, workload=spec.name),
+        )
+    ]
+    cells[1] = cell("memfit:65%", workload=specs[0].name, status=OUT_OF_MEMORY, reason="no room")
+    return report(*cells, specs=specs)
+
+
+def test_a_sweep_has_a_table_for_each_system_by_batch_size(swept):
+    ((series, specs),) = series_of(swept).items()
+    assert series == "encoder x128" and [w.batch for w in specs] == [4, 8]
+    control, memfit = sweep_tables(swept, specs)
+    assert control[0] == "eager against itself (A/A control)"
+    assert [row[0] for row in control[1]] == ["4", "8"]
+    assert control[1][0][6] == control[1][0][7] == "1.00"
+    assert memfit == (
+        "memfit:65%",
+        [
+            ["4", "100", "65.00", "35.00", "10.00", "11.00", "10.00", "1.00", "0", ""],
+            ["8", *["-"] * 8, "OUT OF MEMORY: no room"],
+        ],
+    )
+
+
+def test_one_size_alone_is_no_series(report, cell):
+    spec = named(WorkloadSpec("", "encoder", 8, 128))
+    assert series_of(report(cell("eager", 100, 1.0, workload=spec.name), specs=(spec,))) == {}
+
+
+def test_largest_batches_are_set_side_by_side(cell):
+    found = LargestBatch(8 * MIB, 15, 1500.0, 30, 1200.0, None, ("recompute",))
+    none = LargestBatch(8 * MIB, 15, 1500.0)
+    rows = largest_rows([cell("largest-batch:8MiB", largest=x) for x in (found, none)])
+    assert rows[0][1:] == ["8.00 MiB", "15", "1500.00", "30", "1200.00", "2.00", "recompute"]
+    assert rows[1][4] == "none is larger"
+
+
+def test_markdown_tables_are_whole_whatever_names_hold(cell, report):
+    text = markdown(report(cell("eager", 100, 1.0, workload=ODD), cell(f"a|b\n{ODD}", 50, 1.0)))
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    for line in tables[2:4]:
+        assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"\|", tables[0]))
+    assert "a\\|b <script>" in text
+
+
+def test_the_page_shows_odd_names_as_text_and_asks_no_network(cell, report):
+    pytest.importorskip("matplotlib")
+    made = report(
+        cell("eager", 100, 1.0, workload=ODD),
+        cell(ODD, 50, 1.2, workload=ODD, breakdown={"parameters": 50 * MIB}),
+        cell("compile", workload=ODD, status=CRASHED, reason=ODD),
+    )
+    text = page(made, charts(made), [ODD])
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text and '<tr class="died">' in text
+    links = re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)[^\"']*", text)
+    assert links == [] and "url(http" not in text and "@import" not in text
+
+
+def test_charts_are_whole_svg_and_the_same_each_time(swept):
+    pytest.importorskip("matplotlib")
+    drawn = charts(swept)
+    series = "encoder x128, over the batch size"
+    assert [name for name, _ in drawn[series]] == ["peak", "time", "breakdown-eager"]
+    for found in drawn.values():
+        for _, svg in found:
+            assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert charts(swept) == drawn
+    assert "memfit:65%: out of memory" in drawn[series][0][1]
+    assert [name for name, _ in drawn["encoder@4x128"]] == ["pareto", "breakdown"]
+
+
+def test_a_chart_of_cells_that_all_died_can_be_drawn(swept, report):
+    pytest.importorskip("matplotlib")
+    dead = [replace(c, status=OUT_OF_MEMORY, peak_bytes=None, step_s=None) for c in swept.cells]
+    ((series, specs),) = series_of(swept).items()
+    svg = sweep_chart(replace(swept, cells=tuple(dead)), series, specs, "peak")
+    assert "eager: out of memory" in svg
+
+
+def test_without_matplotlib_there_is_a_hint(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="--no-charts"):
+        check_charts()
