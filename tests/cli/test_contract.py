@@ -24,6 +24,9 @@ VERBS = {
     "profile": f"{TARGET} --segments --executor --accumulate --all --output -o",
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
     "--steps",
+    "bench": f"{TARGET.replace('target', 'targets')} --suite --workloads --systems --budgets "
+    "--batch-sizes --largest-in --only --allow --executor --steps --timeout --cap --retry "
+    "--against --tolerance --output -o --no-charts --list",
     "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
     "resources": f"{TARGET} --budget --utilization --samples --epochs --allow --host-budget "
     "--executor --accumulate --steps --output -o",

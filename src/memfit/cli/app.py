@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli import batch_size, doctor, estimate, fit, init, plan, profile, resources
+from memfit.cli import batch_size, bench, doctor, estimate, fit, init, plan, profile, resources
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +18,7 @@ app.command("fit")(fit.fit)
 app.command("plan")(plan.plan)
 app.command("profile")(profile.profile)
 app.command("batch-size")(batch_size.batch_size)
+app.command("bench")(bench.bench)
 app.command("estimate")(estimate.estimate)
 app.command("resources")(resources.resources)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,343 @@
+"""`memfit bench`: workloads under memfit and its peers, each cell in a process of its own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memfit.cli import options
+from memfit.cli.bench_options import BenchOptions
+from memfit.cli.bench_progress import showing_progress
+from memfit.cli.output_file import check_file
+from memfit.cli.session import Session, opened
+from memfit.cli.target import Target
+from memfit.errors import UsageError
+
+if TYPE_CHECKING:
+    from memfit.bench.against import Change
+    from memfit.bench.cell import CellSpec
+    from memfit.ir.bench import BenchReport
+
+_WHAT, _RUN = "What to run", "How to run it"
+
+
+def bench(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET]...", help="Targets; left out: those of --suite."),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            "--suite",
+            metavar="NAME",
+            help="peers (default): five workloads beside every peer; sweep: ResNet-152 and the "
+            "encoder over batch sizes; savings: estimated and measured cuts of 40 %.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    workloads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workloads",
+            metavar="NAME",
+            help="Of the suite, only those named like this, such as 'encoder*'; may be repeated.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    systems: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--systems",
+            metavar="LIST",
+            help="Systems by name, with commas between them (--list shows all); memfit stands for "
+            "memfit at --budgets.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budgets",
+            metavar="LIST",
+            help="Budgets for memfit: 60%,40% of the unplanned step's peak, or 16GiB.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-sizes",
+            metavar="LIST",
+            help="Every target at these batch sizes: 4,8,16; without a TARGET those of the sweep.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    largest_in: Annotated[
+        str | None,
+        typer.Option(
+            "--largest-in",
+            metavar="B",
+            help="Also find the largest batch in this budget, plain and with a plan.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="PATTERN",
+            help="Only cells like 'WORKLOAD | SYSTEM', such as 'encoder* | memfit*'; may be "
+            "repeated.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    allow: options.Allow = None,
+    executor: options.Executor = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", metavar="N", min=1, help="Steps of each kind to time.", rich_help_panel=_RUN
+        ),
+    ] = 10,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            metavar="S",
+            min=1,
+            help="Seconds that a cell may take.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 600.0,
+    cap: Annotated[
+        str | None,
+        typer.Option(
+            "--cap",
+            metavar="B",
+            help="Let no cell take more than this from the GPU, as on a smaller card.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    retry: Annotated[
+        bool,
+        typer.Option("--retry", help="Run cells again that died.", rich_help_panel=_RUN),
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="FILE",
+            help="Compare with an earlier benchmark; exit code 1 if anything got worse.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            "--tolerance", metavar="SHARE", min=0, help="Changes of time that do not count."
+        ),
+    ] = 0.05,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="JSON; Markdown and HTML go beside it."
+        ),
+    ] = Path("bench.json"),
+    no_charts: Annotated[
+        bool, typer.Option("--no-charts", help="Draw nothing (matplotlib is not needed then).")
+    ] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Show the systems and the cells, and run nothing.")
+    ] = False,
+    batch: options.Batch = None,
+    seq: options.Seq = None,
+    dtype: options.Dtype = None,
+    optimizer: options.Optimizer = None,
+    device: options.Device = None,
+    fields: options.Fields = None,
+    as_json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Measure training steps under memfit and its peers: peak, time, overhead, numbers.
+
+    Every cell is saved as it ends: the same command goes on where it was cut off.
+    """
+    with opened(as_json=as_json, verbose=verbose) as session:
+        what = Target("", batch, seq, dtype, optimizer, device, fields or [])
+        asked = BenchOptions(
+            what,
+            targets or [],
+            suite,
+            workloads or [],
+            systems or [],
+            budgets or [],
+            batch_sizes,
+            largest_in,
+            only or [],
+            allow or [],
+            executor,
+            steps,
+            timeout,
+            cap,
+            retry,
+        )
+        check_file(output)
+        session.progress("loading torch")
+        from memfit.bench.report.charts import check_charts
+        from memfit.ir.bench import BenchReport
+
+        cells = asked.cells()
+        if listed:
+            _show_list(session, cells)
+            return
+        before = None if against is None else BenchReport.load(against)
+        if not no_charts:
+            check_charts()
+        report = _run(session, asked, cells, output, verbose)
+        changes: list[Change] = []
+        said: list[str] = []
+        if before is not None:
+            from memfit.bench.against import change_lines, compare, machine_lines
+
+            names = [f"{c.workload.name} | {c.system}" for c in cells]
+            changes = compare(before, report, names, tolerance)
+            said = [*machine_lines(before, report), *change_lines(changes)]
+        files = _write(report, output, said, charts=not no_charts)
+        _show(session, report, cells, changes, said, files)
+        differ = any(c.planned is not None and not c.planned.numbers_agree for c in report.cells)
+        if differ or any(change.worse for change in changes):
+            raise typer.Exit(1)
+
+
+def _run(
+    session: Session, asked: BenchOptions, cells: list[CellSpec], output: Path, verbose: bool
+) -> BenchReport:
+    """Run the cells that the file has not got, and save after each."""
+    from memfit.bench.machine import held_clock, machine_facts
+    from memfit.bench.report.markdown import markdown
+    from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
+
+    settings = asked.settings()
+    with held_clock(asked.target.device) as clock:
+        report = open_report(output, machine_facts(asked.target.device, clock), settings)
+        command = _command(sys.argv[1:])
+        if command not in report.commands:
+            report = replace(report, commands=(*report.commands, command))
+        missing = missing_cells(report, cells, settings)
+
+        session.quiet()
+        with showing_progress(missing, len(cells)) as progress:
+
+            def save(now: BenchReport) -> None:
+                now = in_order(now, cells)
+                now.save(output)
+                output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
+                progress.ended(now.cells)
+
+            log = output.with_suffix(".log") if verbose else None
+            report = run_cells(report, missing, settings, save, started=progress.started, log=log)
+    return in_order(report, cells)
+
+
+def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool) -> list[Path]:
+    """Write every form of the report; return the files."""
+    from memfit.bench.report.charts import charts as draw
+    from memfit.bench.report.markdown import markdown
+    from memfit.bench.report.page import page
+
+    drawn = draw(report) if charts else {}
+    files = [output, output.with_suffix(".md"), output.with_suffix(".html")]
+    try:
+        report.save(output)
+        files[1].write_text(markdown(report, lines), encoding="utf-8")
+        files[2].write_text(page(report, drawn, lines), encoding="utf-8")
+        folder = output.with_suffix(".charts")
+        for title, named in drawn.items():
+            folder.mkdir(exist_ok=True)
+            for name, svg in named:
+                (folder / f"{_file_name(f'{title}-{name}')}.svg").write_text(svg, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{str(error.filename)!r} cannot be written: {error.strerror}",
+            hint="choose a place that exists and is yours to write to: -o FILE",
+        ) from error
+    return [*files, *([folder] if drawn else [])]
+
+
+def _show(
+    session: Session,
+    report: BenchReport,
+    cells: list[CellSpec],
+    changes: list[Change],
+    said: list[str],
+    files: list[Path],
+) -> None:
+    from memfit.bench.report.tables import sections
+    from memfit.bench.verdict import judge, verdict_lines
+    from memfit.ir.codec import to_data
+    from memfit.report.terminal import columns
+
+    names = dict.fromkeys(c.workload.name for c in cells)
+    if session.as_json:
+        verdicts = {n: verdict_lines(judge(n, report.cells_of(n))) for n in names}
+        session.emit(
+            {
+                **report.to_json(),
+                "verdicts": verdicts,
+                "changes": [{**to_data(c), "verdict": c.verdict} for c in changes],
+                "files": [str(path) for path in files],
+            }
+        )
+        return
+    for section in sections(report):
+        for number, table in enumerate(section.tables):
+            title = f"{section.title}: {table.title}" if table.title else section.title
+            if number and section.title in names:
+                continue  # plans and parts of the peak are in the files
+            ends = [table.columns[0], table.columns[-1]]
+            shown = columns(*table.columns, wrap=ends, title=title)
+            for row in table.rows:
+                shown.add_row(*row)
+            session.show(shown)
+        for line in section.lines:
+            session.line(line)
+    for line in said:
+        session.line(line)
+    session.line(f"written: {', '.join(str(path) for path in files)}")
+
+
+def _show_list(session: Session, cells: list[CellSpec]) -> None:
+    from memfit.bench.systems.catalogue import FAMILIES, missing_package
+    from memfit.report.terminal import columns
+
+    names = [f"{c.workload.name} | {c.system}" for c in cells]
+    if session.as_json:
+        session.emit({"cells": names, "systems": {n: f.about for n, f in FAMILIES.items()}})
+        return
+    table = columns("system", "what it is", "", text=["system"], wrap=["what it is", ""])
+    for name, family in FAMILIES.items():
+        missing = missing_package(name)
+        table.add_row(name, family.about, f"{missing} is not installed" if missing else "")
+    session.show(table)
+    for name in names:
+        session.line(name)
+
+
+def _command(words: list[str]) -> str:
+    """The command line, without the file it writes to: that is a place on one machine."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word in ("-o", "--output"):
+            next(rest, None)
+        else:
+            kept.append(word)
+    return shlex.join(["memfit", *kept])
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_.@" else "_" for c in text)[:120]
