@@ -25,6 +25,14 @@ class PlanFileError(MemfitError):
     """A plan that cannot be read or was made for something else."""
 
 
+class ProfileFileError(MemfitError):
+    """A profile that cannot be read, or has nothing in it."""
+
+
+class RunFileError(MemfitError):
+    """The result of a fit that cannot be read, or belongs to something else."""
+
+
 class InfeasibleError(MemfitError):
     """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet.
 

@@ -12,7 +12,7 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import GoalOptions, refuse_together
-from memfit.cli.output_file import check_file, write_json
+from memfit.cli.output_file import check_file
 from memfit.cli.session import Session, opened
 from memfit.cli.starting import started
 from memfit.cli.target import Target, accumulating
@@ -21,6 +21,7 @@ from memfit.errors import UsageError
 if TYPE_CHECKING:
     from memfit.fitted import Fitted
     from memfit.ir.plan import Plan
+    from memfit.ir.run_file import RunFile
     from memfit.workload import Workload
 
 
@@ -55,7 +56,9 @@ def fit(
     ] = 10,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write result and plan as JSON."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write result, plan and profile as JSON."
+        ),
     ] = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
@@ -143,15 +146,11 @@ def _show(
     could_move: bool,
     explain: bool,
 ) -> None:
-    from memfit import __version__
-    from memfit.ir.codec import to_data
     from memfit.report.fit import fit_report, numbers_agree, summary_line
 
     result = fitted.result
     if output is not None:
-        command = shlex.join(["memfit", *sys.argv[1:]])
-        about = {"memfit": __version__, "command": command}
-        write_json(output, {**result.to_json(), **about, "plan": to_data(fitted.plan)})
+        run_file(fitted).save(output)
     if session.as_json:
         session.emit(result.to_json())
     else:
@@ -161,6 +160,15 @@ def _show(
         session.line(summary_line(result, what.command("plan", "--sweep", *same)))
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)
+
+
+def run_file(fitted: Fitted) -> RunFile:
+    """What a fit did, with the command line it was asked for by."""
+    from memfit import __version__
+    from memfit.ir.run_file import RunFile
+
+    command = shlex.join(["memfit", *sys.argv[1:]])
+    return RunFile(fitted.result, fitted.plan, fitted.profile, command, __version__)
 
 
 def _show_choices(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from memfit.errors import ProfileFileError
+from memfit.ir.codec import from_data
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.step_graph import StepGraph
 
 SCHEMA_VERSION = 1
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -130,3 +137,34 @@ class Profile:
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """Read a profile that `memfit profile` wrote; it may be packed by gzip."""
+        try:
+            content = Path(path).read_bytes()
+            if content.startswith(_GZIP):
+                content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ProfileFileError(
+                f"cannot read the profile {str(path)!r}: {error}",
+                hint="make one with: memfit profile TARGET -o DIR",
+            ) from error
+        try:
+            data = json.loads(content)
+            if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(f"it has no schema_version {SCHEMA_VERSION}")
+            profile = from_data(Profile, data)
+        except (ValueError, TypeError) as error:
+            raise ProfileFileError(
+                f"{str(path)!r} is not a whole memfit profile: {error}",
+                hint="the file may be cut off or of another kind: it is DIR/profile.json of "
+                "memfit profile TARGET -o DIR",
+            ) from error
+        if not profile.graph.calls or len(profile.call_times) != len(profile.graph.calls):
+            raise ProfileFileError(
+                f"the profile {str(path)!r} is empty: {len(profile.graph.calls)} segments, "
+                f"{len(profile.call_times)} of them timed",
+                hint="profile a step that trains something: memfit profile TARGET -o DIR",
+            )
+        return profile

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,6 +39,25 @@ class CopyTimes:
         """How much of the copying nobody waits for."""
         busy_s = self.out_s + self.in_s
         return 1.0 if busy_s <= 0 else max(0.0, 1 - self.stall_s / busy_s)
+
+
+class Stretch(NamedTuple):
+    """The work or the copy of one call; `bytes` are those that are copied."""
+
+    call: int
+    start_s: float
+    end_s: float
+    bytes: int = 0
+
+
+@dataclass
+class Timetable:
+    """What ran when on the lanes; gaps between stretches of work are waits for copies."""
+
+    forward: list[Stretch] = field(default_factory=list)
+    backward: list[Stretch] = field(default_factory=list)
+    out: list[Stretch] = field(default_factory=list)
+    back: list[Stretch] = field(default_factory=list)
 
 
 class Copies:
@@ -69,18 +88,21 @@ class Copies:
         return size / self.rates.in_bytes_per_s + tensors * self.rates.latency_s if size else 0.0
 
     def traffic(
-        self, loads: Sequence[tuple[Away, int, int]], extra_s: Mapping[int, float]
+        self,
+        loads: Sequence[tuple[Away, int, int]],
+        extra_s: Mapping[int, float],
+        table: Timetable | None = None,
     ) -> CopyTimes:
         """Run the lanes. Loads are what is away, with its bytes each way; `extra_s` is what acts
-        add to the backward of calls."""
-        if not loads:
+        add to the backward of calls. What runs beside copies is written into a `table`."""
+        if not loads and table is None:
             return CopyTimes()
         calls = len(self.graph.calls)
         out_s = {a.call: self.out_seconds(size, a.tensors) for a, size, _ in loads}
         in_s = {a.call: self.in_seconds(size, a.tensors) for a, _, size in loads}
         tensors = {a.call: max(a.tensors, 1) for a, _, _ in loads}
         busy = (sum(out_s.values()), sum(in_s.values()))
-        if not self.overlap:
+        if loads and not self.overlap:
             return CopyTimes(*busy)
         leaving: dict[int, list[int]] = {}
         coming: dict[int, list[int]] = {}
@@ -98,6 +120,8 @@ class Copies:
                 if boundary in out_s:
                     work = _Bundle(begun, now, tensors[boundary])
                     lane = gone[boundary] = work.copied(lane, out_s[boundary])
+                if table is not None:
+                    table.forward.append(Stretch(boundary, begun, now))
         back: dict[int, float] = {}
         lane = 0.0
         for boundary in (calls, *self.order):
@@ -114,7 +138,14 @@ class Copies:
                 first = back[boundary] - (1 - part) * in_s[boundary]
                 ended = max(max(now, first) + work_s, back[boundary] + part * work_s)
                 stall_s += ended - work_s - now
+            if table is not None:
+                table.backward.append(Stretch(boundary, ended - work_s, ended))
             now = ended
+        if table is not None:
+            for away, out, in_bytes in loads:
+                ends = gone[away.call], back[away.call]
+                table.out.append(Stretch(away.call, ends[0] - out_s[away.call], ends[0], out))
+                table.back.append(Stretch(away.call, ends[1] - in_s[away.call], ends[1], in_bytes))
         return CopyTimes(*busy, stall_s)
 
     def scheduled(

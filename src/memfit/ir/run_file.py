@@ -1,0 +1,74 @@
+"""The file that `memfit fit -o` writes: a result with what made it, enough for a report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import RunFileError
+from memfit.ir.codec import from_data, to_data
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.ir.result import SCHEMA_VERSION, Result
+from memfit.ir.swap import SwapStatistics
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A result, its plan, the profile it was planned from and the command that was given.
+
+    What an older file has not is None or empty.
+    """
+
+    result: Result
+    plan: Plan | None = None
+    profile: Profile | None = None
+    command: str = ""
+    memfit: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The result's own object, with the rest beside it."""
+        about = {"memfit": self.memfit, "command": self.command}
+        parts = {"plan": to_data(self.plan), "profile": to_data(self.profile)}
+        return {**self.result.to_json(), **about, **parts}
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> RunFile:
+        """Read what `save` wrote, or what `memfit fit --json` printed."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunFileError(
+                f"cannot read the result {str(path)!r}: {error}",
+                hint="make one with: memfit fit TARGET --budget B -o run.json",
+            ) from error
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(f"it has no schema_version {SCHEMA_VERSION}")
+            return _read(data)
+        except (ValueError, TypeError) as error:
+            raise RunFileError(
+                f"{str(path)!r} is not the result of a fit: {error}",
+                hint="it is what memfit fit TARGET --budget B -o run.json writes",
+            ) from error
+
+
+def _read(data: dict[str, Any]) -> RunFile:
+    plan, profile = data.pop("plan", None), data.pop("profile", None)
+    about = {name: str(data.pop(name, "")) for name in ("command", "memfit")}
+    if isinstance(swap := data.get("swap"), dict):  # the rest is derived from these
+        known = {field.name for field in fields(SwapStatistics)}
+        data["swap"] = {name: value for name, value in swap.items() if name in known}
+    return RunFile(
+        from_data(Result, data),
+        None if plan is None else from_data(Plan, plan),
+        None if profile is None else from_data(Profile, profile),
+        **about,
+    )

@@ -1,0 +1,129 @@
+"""When each position of a step comes: seconds of calls and copies, put on the step's positions.
+
+A call that runs by another variant is one graph to the step: all of its seconds go to the position
+of its peak. What the calls do not account for is spread evenly over the positions between them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memfit.ir.replay import COMPUTE, COPY_IN, COPY_OUT, Knot, Work, interpolate
+from memfit.ir.step_graph import Call, StepGraph
+from memfit.planning.acts import Act, Pick, Send
+from memfit.planning.simulate import Simulator
+from memfit.planning.timetable import Stretch, timetable
+
+PHASES = ("forward", "head and loss", "backward", "optimizer")
+WITH_SEGMENTS = ("forward", "backward")
+SHORT = 1e-9  # of the step: shorter stretches are rounding
+
+
+class _Part(NamedTuple):
+    """A stretch of work from `first` up to position `last`; `jump_s` of it at `first` alone."""
+
+    kind: str
+    call: Call
+    first: int
+    last: int
+    stretch: Stretch
+    jump_s: float
+
+
+def backward_end(call: Call) -> int:
+    """Where a call's backward is over: a captured one's when it returns."""
+    return max(call.finish if call.finish >= 0 else call.done, call.need)
+
+
+def phase_ends(graph: StepGraph) -> tuple[int, int, int]:
+    """Where the segments' forwards end, the loss, and the backward; the optimizer comes last."""
+    segments = max((call.exit for call in graph.calls), default=graph.model_end)
+    return min(segments, graph.forward_end), graph.forward_end, graph.backward_end
+
+
+def clock_and_work(
+    sim: Simulator, acts: Sequence[Act], step_s: float
+) -> tuple[tuple[Knot, ...], tuple[Work, ...]]:
+    """The clock of a step of `step_s`, and what runs on its tracks."""
+    table = timetable(sim, acts)
+    parts = _parts(sim, acts, table.forward, table.backward)
+    stretches = [*table.forward, *table.backward, *table.out, *table.back]
+    busy_s = max((stretch.end_s for stretch in stretches), default=0.0)
+    scale = min(1.0, step_s / busy_s) if busy_s > 0 else 1.0
+    outside = sim.graph.length - sum(part.last - part.first for part in parts)
+    pace_s = max(step_s - scale * busy_s, 0.0) / outside if outside else 0.0
+    knots, work = [Knot(0, 0.0)], list[Work]()
+    lanes = [(0.0, 0.0)]  # seconds on the lanes -> seconds of the step
+    now, position, lane = 0.0, 0, 0.0
+    for part in parts:
+        begun, now = now, now + pace_s * (part.first - position)
+        _between(work, sim.graph, position, begun, now, step_s)
+        knots.append(Knot(part.first, now))
+        now += scale * (part.stretch.start_s - lane)  # waiting for a copy
+        lanes.append((part.stretch.start_s, now))
+        begun, now = now, now + scale * (part.stretch.end_s - part.stretch.start_s)
+        jumped = min(begun + scale * part.jump_s, now)
+        if part.jump_s:
+            knots.append(Knot(min(part.first + 1, part.last), jumped))
+        if part.kind == "recompute":
+            work.append(Work(COMPUTE, "recompute", part.call.name, begun, jumped))
+            begun = jumped
+        kind = "forward" if part.kind == "forward" else "backward"
+        work.append(Work(COMPUTE, kind, part.call.name, begun, now))
+        knots.append(Knot(part.last, now))
+        lanes.append((part.stretch.end_s, now))
+        position, lane = part.last, part.stretch.end_s
+    _between(work, sim.graph, position, now, step_s, step_s)
+    knots.append(Knot(sim.graph.length, step_s))
+    if lane < busy_s:  # copies that nothing waits for
+        lanes.append((busy_s, step_s))
+    for track, copies in ((COPY_OUT, table.out), (COPY_IN, table.back)):
+        for copy in copies:
+            name = sim.graph.calls[copy.call].name
+            begun = interpolate(lanes, copy.start_s)
+            ended = begun + scale * (copy.end_s - copy.start_s)
+            work.append(Work(track, "copy", name, begun, ended, copy.bytes))
+    return tuple(knots), tuple(w for w in work if w.end_s - w.start_s > SHORT * step_s)
+
+
+def _parts(
+    sim: Simulator, acts: Sequence[Act], forward: list[Stretch], backward: list[Stretch]
+) -> list[_Part]:
+    """The work of the step in its order, on positions that do not overlap."""
+    calls = sim.graph.calls
+    picked = {act.call for act in acts if isinstance(act, Pick)}
+    runs = [act for act in acts if not isinstance(act, Pick | Send)]
+    again_s = {last: sim.seconds_of((first, last)) for first, last in runs}
+    found: list[_Part] = []
+    position = 0
+    for stretch in forward:
+        call = calls[stretch.call]
+        first, last = max(call.enter, position), max(call.exit, position)
+        jump_s = stretch.end_s - stretch.start_s if call.index in picked else 0.0
+        found.append(_Part("forward", call, first, last, stretch, jump_s))
+        position = last
+    limits = [calls[stretch.call].need for stretch in backward[1:]] + [sim.graph.length]
+    for stretch, limit in zip(backward, limits, strict=False):
+        call = calls[stretch.call]
+        first = max(call.need, position)
+        last = max(min(backward_end(call), limit), first)
+        kind, jump_s = "backward", 0.0
+        if call.index in picked:
+            jump_s = stretch.end_s - stretch.start_s
+        elif call.index in again_s:
+            kind, jump_s = "recompute", again_s[call.index] / sim.profile.accumulate
+        found.append(_Part(kind, call, first, last, stretch, jump_s))
+        position = last
+    return found
+
+
+def _between(
+    work: list[Work], graph: StepGraph, position: int, begun: float, ended: float, step_s: float
+) -> None:
+    """Add the time between two calls, by what the step does there."""
+    phase = PHASES[bisect_right(phase_ends(graph), position)]
+    name = f"{phase}, between segments" if phase in WITH_SEGMENTS else phase
+    if ended - begun > SHORT * step_s:
+        work.append(Work(COMPUTE, "other", name, begun, ended))

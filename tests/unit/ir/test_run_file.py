@@ -1,0 +1,120 @@
+"""Files of profiles and of fits: read as they were written, refused with a reason otherwise."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from memfit.errors import ProfileFileError, RunFileError
+from memfit.ir.codec import to_data
+from memfit.ir.plan import Plan, Prediction
+from memfit.ir.profile import Profile
+from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
+from memfit.ir.run_file import RunFile
+from memfit.ir.swap import SwapStatistics, Traffic
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return Profile.load(GOLDEN / "tiny_gpt2.profile.json")
+
+
+@pytest.fixture
+def run(profile: Profile) -> RunFile:
+    result = Result(
+        workload=profile.workload,
+        device={"type": "cpu", "name": "a CPU"},
+        budget_bytes=40,
+        baseline=BaselineResult(50, 52, 25, 0.1, True),
+        predicted=Predicted(38, 39, 0.11, 0.109, 0.0091, 1.1),
+        measured=Measured(37, 39, 0.112, 0.001, 1.12, 1.004),
+        decisions=Decisions(7, 12, 0, 7, ("recompute",)),
+        numerics=Numerics(False, 0.0, 0.5, {"planned": 0.1, "unplanned": 0.2}),
+        plan_s=0.02,
+        verdict="fits",
+        minimum_feasible_bytes=30,
+        swap=SwapStatistics(2, 4, 4, 0, 0, Traffic(100, 4, 0.1), Traffic(100, 4, 0.1), 60, 50),
+    )
+    plan = Plan(
+        fingerprint="f",
+        workload=profile.workload,
+        torch="2.13",
+        strategy="optimal",
+        budget_bytes=40,
+        segments=(),
+        variants=(),
+        predicted=Prediction(38, 38, 0.11, 0.109, 0.0091, {"parameters": 38}, "backward"),
+        baseline_peak_bytes=50,
+        baseline_step_s=0.1,
+        static_bytes=25,
+        minimum_feasible_bytes=30,
+    )
+    return RunFile(result, plan, profile, "memfit fit tiny -o run.json", "0.1.0")
+
+
+def test_a_run_is_read_as_it_was_written(run: RunFile, tmp_path: Path) -> None:
+    run.save(tmp_path / "run.json")
+    assert RunFile.load(tmp_path / "run.json") == run
+
+
+def test_a_run_without_plan_and_profile_is_a_result(run: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps(run.result.to_json()))
+    assert RunFile.load(tmp_path / "old.json") == RunFile(run.result)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting"),
+        ("[]", "schema_version"),
+        ('{"schema_version": 99}', "schema_version 1"),
+        ('{"schema_version": 1}', "has no 'workload'"),
+    ],
+)
+def test_what_is_no_run_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RunFileError, match="not the result of a fit") as caught:
+        RunFile.load(tmp_path / "run.json")
+    assert said in caught.value.message and "memfit fit" in (caught.value.hint or "")
+
+
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="cannot read") as caught:
+        RunFile.load(tmp_path / "no.json")
+    assert caught.value.exit_code == 2
+
+
+def test_a_profile_may_be_packed(profile: Profile, tmp_path: Path) -> None:
+    packed = tmp_path / "profile.json.gz"
+    packed.write_bytes(gzip.compress(json.dumps(to_data(profile)).encode()))
+    assert Profile.load(packed) == profile
+
+
+def test_a_profile_that_is_cut_off_is_refused(profile: Profile, tmp_path: Path) -> None:
+    text = json.dumps(to_data(profile))
+    (tmp_path / "cut.json").write_text(text[: len(text) // 2])
+    with pytest.raises(ProfileFileError, match="not a whole memfit profile"):
+        Profile.load(tmp_path / "cut.json")
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(text.encode())[:500])
+    with pytest.raises(ProfileFileError, match="cannot read the profile"):
+        Profile.load(tmp_path / "cut.json.gz")
+
+
+def test_a_profile_of_nothing_is_refused(profile: Profile, tmp_path: Path) -> None:
+    empty = replace(profile, graph=replace(profile.graph, calls=()), call_times=())
+    (tmp_path / "empty.json").write_text(json.dumps(to_data(empty)))
+    with pytest.raises(ProfileFileError, match="is empty: 0 segments"):
+        Profile.load(tmp_path / "empty.json")
+
+
+def test_a_plan_is_no_profile(run: RunFile, tmp_path: Path) -> None:
+    assert run.plan is not None
+    run.plan.save(tmp_path / "plan.json")
+    with pytest.raises(ProfileFileError, match="profile"):
+        Profile.load(tmp_path / "plan.json")
