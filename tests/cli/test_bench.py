@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ Run = Callable[..., Any]
 SIZES = ["n_layer=3", "n_embd=32", "n_head=2", "n_ff=64", "vocab_size=50"]
 TARGET = ["encoder", *(w for f in SIZES for w in ("--set", f)), "--seq", "64", "--device", "cpu"]
 SYSTEMS = ["--systems", "eager,checkpoint,memfit", "--budgets", "90%,1%"]
+CHARTS = find_spec("matplotlib") is not None
 QUICK = ["--steps", "3", "--executor", "module", "--no-charts"]
 
 
@@ -29,9 +31,8 @@ def one_thread_in_cells() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def done(memfit: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A sweep of two batch sizes, with charts where they can be drawn."""
-    pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("bench") / "tiny.json"
-    words = ["--batch-sizes", "2,4", *SYSTEMS, *QUICK[:-1], "-o", path]
+    words = ["--batch-sizes", "2,4", *SYSTEMS, *(QUICK[:-1] if CHARTS else QUICK), "-o", path]
     return path, memfit("bench", *TARGET, *words)
 
 

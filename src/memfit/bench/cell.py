@@ -7,11 +7,15 @@ peak is measured.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +42,7 @@ from memfit.ir.codec import from_data, to_data
 from memfit.measure.cuda_allocator import prefer_expandable_segments, settle_optimizer_state
 from memfit.measure.memory import Peak, memory_cap, peak_on
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_first_steps, run_step
-from memfit.measure.timing import Timing, time_interleaved
+from memfit.measure.timing import Inside, Timing, time_interleaved
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import simulator_of
 from memfit.runtime.apply import Applied
@@ -47,6 +51,7 @@ from memfit.units import format_bytes
 from memfit.workload import Workload
 
 WARMUP = 3
+PR_SET_PDEATHSIG = 1
 EAGER, UNPLANNED = "eager", "unplanned"
 NO_REFERENCE = "neither the eager nor the unplanned step fits, so there is no ratio"
 
@@ -84,6 +89,7 @@ class _Run:
 
 def main(words: list[str]) -> None:
     """Run the cell of the first file and write what became of it to the second."""
+    _end_with_parent()
     spec = from_data(CellSpec, json.loads(Path(words[0]).read_text(encoding="utf-8")))
     begun = time.perf_counter()
     cell = replace(run_cell(spec), seconds=time.perf_counter() - begun)
@@ -108,8 +114,6 @@ def run_cell(spec: CellSpec) -> Cell:
         if is_out_of_memory(error):
             return replace(empty, status=OUT_OF_MEMORY, reason=_first_line(error))
         if not isinstance(error, MemfitError):
-            import traceback
-
             traceback.print_exc()
         return replace(empty, status=FAILED, reason=_first_line(error))
 
@@ -223,9 +227,9 @@ def _unplanned(run: _Run, workload: Workload) -> _Beside | None:
 def _measure(
     run: _Run, prepared: Prepared, settle: torch.optim.Optimizer | None
 ) -> tuple[Peak, float]:
-    """Peak of two steps after three to warm up, and the seconds of these."""
+    """Peak of two steps after three to warm up, and the seconds of the first two."""
     begun = time.perf_counter()
-    for number in range(WARMUP):
+    for number in range(WARMUP - 1):
         prepared.step()
         if number == 0 and settle is not None:
             settle_optimizer_state(settle, run.device)
@@ -236,15 +240,19 @@ def _measure(
 
 
 def _steady_peak(run: _Run, step: Step, static: Callable[[], int]) -> Peak:
-    for _ in range(WARMUP - 1):
+    for _ in range(WARMUP - 2):
         step()
     return _two_steps(run, step, static)
 
 
 def _two_steps(run: _Run, step: Step, static: Callable[[], int]) -> Peak:
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return peak_on(run.device, static, lambda: (step(), step()))
+    """The peak of two steps; to enter what stands around them is not part of it."""
+    inside = step if isinstance(step, Inside) else Inside(nullcontext, step)
+    with inside.around():
+        inside.work()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return peak_on(run.device, static, lambda: (inside.work(), inside.work()))
 
 
 def _fits(run: _Run, step: Step) -> bool:
@@ -312,6 +320,12 @@ def _breakdown(workload: Workload) -> dict[str, int]:
     """The plain step's peak by category, from a recording of every allocation."""
     profile = api.profile(workload, executor="module")
     return dict(simulator_of(profile).timeline([]).peak_categories)
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when the benchmark is killed: nobody else would."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free(device: torch.device) -> None:

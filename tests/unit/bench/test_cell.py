@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from memfit.bench.cell import CellSpec, build, run_cell
 from memfit.bench.process import run_in_process
@@ -23,6 +28,7 @@ from memfit.ir.bench import (
     WorkloadSpec,
 )
 from memfit.measure.memory import static_bytes
+from memfit.measure.step import run_step
 
 FIELDS = ("n_layer=3", "n_embd=32", "n_head=2", "n_ff=64", "vocab_size=50")
 TINY = named(WorkloadSpec("", "encoder", 4, 16, device="cpu", fields=FIELDS))
@@ -30,6 +36,18 @@ TINY = named(WorkloadSpec("", "encoder", 4, 16, device="cpu", fields=FIELDS))
 
 def run(system: str, workload: WorkloadSpec = TINY) -> Cell:
     return run_cell(CellSpec(workload, system, steps=3))
+
+
+def has_ended(pid: str) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 60) -> None:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < limit_s, "it never happened"
+        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +165,34 @@ def test_compiled_systems():
     assert both.peak_bytes < both.reference.peak_bytes
 
 
+@pytest.mark.slow
+def test_torch_offloads_the_tensors_that_are_marked(monkeypatch):
+    """On the CPU there is nowhere to move them, but torch takes the same marks and flags."""
+    pytest.importorskip("torch._functorch._activation_offloading")
+    from torch._functorch._activation_offloading import activation_offloading
+
+    from memfit.bench.systems.peers import offload_flags
+
+    monkeypatch.setattr(offload_flags, "SMALLEST_BYTES", 1024)
+    chosen: list[int] = []
+    choose = activation_offloading.choose_offload_sets
+
+    def watched(forward, *rest):
+        moves = choose(forward, *rest)
+        marked = [n for n in forward.graph.nodes if n.meta.get("saved_for_offloading")]
+        chosen.append(len(marked) if moves else 0)
+        return moves
+
+    monkeypatch.setattr(activation_offloading, "choose_offload_sets", watched)
+    spec = replace(TINY, fields=(*FIELDS, "dropout=0"))
+    plain, moved = build(spec), build(spec)
+    run_step(plain)
+    offload_flags.compiled_with_flags(moved, "").step()
+    assert chosen and min(chosen) > 0
+    for name, parameter in plain.model.named_parameters():
+        assert torch.allclose(parameter, moved.model.get_parameter(name), atol=1e-4), name
+
+
 @pytest.fixture
 def file_target(tmp_path: Path):
     """A workload whose loss does what it is told."""
@@ -209,8 +255,28 @@ def test_a_cell_that_takes_too_long_is_ended_with_all_it_started(file_target, tm
     )
     cell = run_in_process(CellSpec(file_target(does), "eager", steps=1), 20)
     assert cell.status == TIMED_OUT and "still running after 20 s" in cell.reason
-    state = Path(f"/proc/{left.read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    wait_until(lambda: has_ended(left.read_text()))
+
+
+@pytest.mark.slow
+def test_a_cell_ends_with_the_benchmark_that_started_it(file_target, tmp_path):
+    left = tmp_path / "pid"
+    does = f"open({str(left)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    target = file_target(does).target
+    program = (
+        "from memfit.bench.cell import CellSpec\n"
+        "from memfit.bench.process import run_in_process\n"
+        "from memfit.ir.bench import WorkloadSpec\n"
+        f"run_in_process(CellSpec(WorkloadSpec('w', {target!r}), 'eager', 1), 600)\n"
+    )
+    source = str(Path(__file__).resolve().parents[3] / "src")
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": source}
+    )
+    wait_until(left.exists)
+    benchmark.kill()
+    benchmark.wait()
+    wait_until(lambda: has_ended(left.read_text()))
 
 
 def test_output_of_a_cell_is_kept_where_it_is_asked_for(tmp_path, file_target):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import fill
 from typing import Any
 
 from memfit.bench.report.tables import part_names, parts, series_of
@@ -66,6 +67,7 @@ def pareto_chart(title: str, cells: Sequence[Cell]) -> str:
             )
         front = pareto_front(cells)
         axes.plot([_mb(c) for c in front], [c.ratio for c in front], color="0.6", lw=1, zorder=0)
+        axes.margins(x=0.15, y=0.1)  # names of systems stand beside their points
         axes.set_xlabel("peak of the step, MB (2^20 bytes)")
         axes.set_ylabel("time / reference of the same run")
     return done[0]
@@ -77,6 +79,9 @@ def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec],
     systems = dict.fromkeys(
         c.system for c in report.cells if c.workload in names and c.largest is None
     )
+    check_charts()
+    from matplotlib.ticker import FuncFormatter
+
     with _figure(f"{series}: {what} over the batch size") as (axes, done):
         for number, system in enumerate(systems):
             found = [(w.batch, report.find(w.name, system)) for w in specs]
@@ -101,6 +106,10 @@ def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec],
                 )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        plain = FuncFormatter(lambda value, _: f"{value:g}")  # not powers in mathematical text
+        axes.yaxis.set_major_formatter(plain)
+        axes.yaxis.set_minor_formatter(plain)
+        axes.tick_params(axis="y", which="both", labelsize=7)
         axes.set_xticks([w.batch for w in specs], [str(w.batch) for w in specs])
         axes.set_xlabel("batch size")
         axes.set_ylabel("peak, MB (2^20 bytes)" if what == "peak" else "step, ms")
@@ -130,7 +139,7 @@ def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
         axes.scatter(places, peaks, marker="_", s=400, color="black", label="measured peak")
         axes.set_xticks(places, [label for label, _ in bars], fontsize=7)
         axes.set_ylabel("MB (2^20 bytes)")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return done[0]
 
 
@@ -156,7 +165,7 @@ def _figure(title: str) -> Iterator[tuple[Any, list[str]]]:
     with rc_context(_STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()
-        axes.set_title(title, fontsize=9)
+        axes.set_title(fill(title, 80), fontsize=9)
         axes.grid(alpha=0.3)
         yield axes, done
         text = io.StringIO()

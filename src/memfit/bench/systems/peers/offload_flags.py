@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from memfit.bench.systems.peers.compiled import compiled_whole
 from memfit.bench.systems.prepared import Prepared, Setting, Unavailable
+from memfit.workload import Workload
 
 SMALLEST_BYTES = 2**20
 FLAG = "enable_activation_offloading"
@@ -31,6 +32,11 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """The model compiled whole with the flags on; "async": on a stream of its own, prefetched."""
     if setting.workload.device.type != "cuda":
         raise Unavailable("the step runs in host memory already: nothing to offload it from")
+    return compiled_with_flags(setting.workload, argument)
+
+
+def compiled_with_flags(workload: Workload, argument: str) -> Prepared:
+    """The model compiled whole with the flags on."""
     wanted = {FLAG: True} | ({name: True for name in ASYNC} if argument == "async" else {})
     missing = [name for name in wanted if not hasattr(functorch_config, name)]
     if missing:
@@ -43,7 +49,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
             stack.enter_context(inductor_config.patch(joint_custom_post_pass=MarkLargeTensors()))
             yield
 
-    return compiled_whole(setting.workload, flags)
+    return compiled_whole(workload, flags)
 
 
 class MarkLargeTensors(CustomGraphPass):
