@@ -50,6 +50,7 @@ def test_a_tiny_suite_from_end_to_end(done: tuple[Path, Any]) -> None:
         "memfit:1% executor=module": "refused",
     }
     assert "memfit is best at " in result.stdout
+    assert "2 workloads: memfit is best at " in result.stdout
     assert "REFUSED" in result.stdout and "over the batch size" in result.stdout
     assert "[8/8]" in result.stderr  # a line for each cell, as this is no terminal
 
@@ -136,6 +137,11 @@ def test_list_runs_nothing(memfit: Run, tmp_path: Path) -> None:
     assert "resnet50@64 | eager" in result.stdout
     assert "gpt2-large@8x1024 bf16 | memfit:40%" in result.stdout
     assert "deepspeed-offload" in result.stdout
+    words = ["encoder", "--systems", "memfit:60%,memfit-cut:40%", "--executor", "graph"]
+    words += ["--allow", "+offload", "--json"]
+    listed = json.loads(memfit("bench", *words, "--list", "--device", "cpu").stdout)["cells"]
+    how = "allow=+offload executor=graph"
+    assert listed == [f"encoder | {name} {how}" for name in ("memfit:60%", "memfit-cut:40%")]
     words = ["--suite", "sweep", "--largest-in", "8GiB", "--workloads", "encoder*", "--json"]
     listed = json.loads(memfit("bench", *words, "--list", "--device", "cpu").stdout)["cells"]
     assert listed.count("encoder@256x128 | memfit:65%") == 1

@@ -8,7 +8,7 @@ more memory; differences within the noise of either cell count as equal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.ir.bench import REFUSED, Cell
@@ -112,12 +112,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if not verdict.duels:
         why = "; ".join(verdict.left_out) or "no plan was run"
         return [f"{verdict.workload}: nothing to judge ({why})"]
-    count = Counter(duel.outcome for duel in verdict.duels)
-    best = count["alone"] + count["faster"]
-    words = [f"memfit is best at {best} of {len(verdict.duels)} budgets"]
-    words += [f"equal within noise at {count['equal']}"] if count["equal"] else []
-    words += [f"behind at {count['slower']}"] if count["slower"] else []
-    lines = [f"{verdict.workload}: {', '.join(words)}"]
+    lines = [f"{verdict.workload}: {_tally(verdict.duels)}"]
     lines += [_duel_line(duel) for duel in verdict.duels]
     plans = [duel.planned for duel in verdict.duels]
     lines += [_unbeaten_line(peer, plans) for peer in verdict.unbeaten]
@@ -130,6 +125,33 @@ def verdict_lines(verdict: Verdict) -> list[str]:
             f"{_mb(_peak(peer))}"
         )
     return lines + [f"left out: {text}" for text in verdict.left_out]
+
+
+def summary_line(verdicts: Iterable[Verdict]) -> str | None:
+    """All workloads in one line; None where nothing was compared."""
+    judged = [v for v in verdicts if v.duels]
+    if not judged:
+        return None
+    duels = [duel for v in judged for duel in v.duels]
+    text = f"{len(judged)} workload{'s' if len(judged) > 1 else ''}: {_tally(duels)}"
+    behind = [d for d in duels if d.outcome == "slower"]
+    if not behind:
+        return text
+    worst = min(behind, key=lambda d: d.gain)
+    assert worst.rival is not None
+    return (
+        f"{text}; furthest behind: {worst.planned.system} on {worst.planned.workload}, "
+        f"{_ratio(worst.planned) / _ratio(worst.rival) - 1:.1%} slower than {worst.rival.system}"
+    )
+
+
+def _tally(duels: Sequence[Duel]) -> str:
+    count = Counter(duel.outcome for duel in duels)
+    best = count["alone"] + count["faster"]
+    words = [f"memfit is best at {best} of {len(duels)} points"]
+    words += [f"equal within noise at {count['equal']}"] if count["equal"] else []
+    words += [f"behind at {count['slower']}"] if count["slower"] else []
+    return ", ".join(words)
 
 
 def _duel_line(duel: Duel) -> str:

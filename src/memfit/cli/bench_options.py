@@ -148,7 +148,7 @@ class BenchOptions:
         )
 
     def _systems(self, suite: Suite) -> list[str]:
-        from memfit.bench.systems.catalogue import memfit_name, memfit_options
+        from memfit.bench.systems.catalogue import memfit_name
 
         def words(texts: Sequence[str]) -> list[str]:
             return [word.strip() for text in texts for word in text.split(",") if word.strip()]
@@ -160,21 +160,13 @@ class BenchOptions:
             return [*(self._with_options(name) for name in suite.systems), *planned]
         found: list[str] = []
         for name in names:
-            found += planned if name == "memfit" else [name]
-        if self.budgets and "memfit" not in names:
-            found += planned
-        for name in found:
-            if name.startswith("memfit:"):
-                try:
-                    memfit_options(name.partition(":")[2])
-                except ValueError as error:
-                    raise UsageError(
-                        f"system {name!r} means nothing: {error}", hint="write memfit:60%"
-                    ) from error
-        return found
+            found += planned if name == "memfit" else [self._with_options(name)]
+        return [*found, *(planned if self.budgets and "memfit" not in names else [])]
 
     def _with_options(self, system: str) -> str:
-        return f"{system}{self._how()}" if system.startswith("memfit") else system
+        """A system of memfit's own, unless it says by itself how to plan, as the options say."""
+        own = system.startswith(("memfit", "largest-batch")) and " " not in system
+        return f"{system}{self._how()}" if own else system
 
     def _how(self) -> str:
         allow = self._allowed()

@@ -169,6 +169,7 @@ def test_compiled_systems():
 def test_torch_offloads_the_tensors_that_are_marked(monkeypatch):
     """On the CPU there is nowhere to move them, but torch takes the same marks and flags."""
     pytest.importorskip("torch._functorch._activation_offloading")
+    from torch._functorch import config as functorch_config
     from torch._functorch._activation_offloading import activation_offloading
 
     from memfit.bench.systems.peers import offload_flags
@@ -187,7 +188,8 @@ def test_torch_offloads_the_tensors_that_are_marked(monkeypatch):
     spec = replace(TINY, fields=(*FIELDS, "dropout=0"))
     plain, moved = build(spec), build(spec)
     run_step(plain)
-    offload_flags.compiled_with_flags(moved, "").step()
+    with functorch_config.patch(enable_autograd_cache=False):  # or an earlier run's is taken
+        offload_flags.compiled_with_flags(moved, "").step()
     assert chosen and min(chosen) > 0
     for name, parameter in plain.model.named_parameters():
         assert torch.allclose(parameter, moved.model.get_parameter(name), atol=1e-4), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.bench.verdict import comparable, judge, pareto_front, verdict_lines
+from memfit.bench.verdict import comparable, judge, pareto_front, summary_line, verdict_lines
 from memfit.ir.bench import OUT_OF_MEMORY, REFUSED
 
 
@@ -51,7 +51,7 @@ def test_a_plan_is_faster_slower_equal_or_alone(cell):
     }
     lines = verdict_lines(verdict)
     assert lines[0] == (
-        "net@8: memfit is best at 2 of 4 budgets, equal within noise at 1, behind at 1"
+        "net@8: memfit is best at 2 of 4 points, equal within noise at 1, behind at 1"
     )
     assert "memfit:60%: 60 MB, 1.200x; 20.0% faster than checkpoint (50 MB, 1.500x)" in lines
     assert "memfit:85%: 85 MB, 0.950x; 5.6% slower than compile (80 MB, 0.900x)" in lines
@@ -84,3 +84,15 @@ def test_a_refused_budget_is_left_out_with_its_reason(cell):
         judge("net@8", [cell("eager", 100, 1.0), cell("memfit:60%", 60, 1.2), refused])
     )
     assert lines[-1] == "left out: memfit:10%: the minimum is 3.00 MiB"
+
+
+def test_one_line_for_all_workloads_names_where_memfit_is_furthest_behind(cell):
+    peer = cell("compile", 50, 1.0)
+    fine = judge("a", [peer, cell("memfit:60%", 60, 0.9)])
+    slow = judge("b", [peer, cell("memfit:60%", 60, 1.1), cell("memfit:70%", 70, 1.2)])
+    assert summary_line([fine]) == "1 workload: memfit is best at 1 of 1 points"
+    assert summary_line([fine, slow]) == (
+        "2 workloads: memfit is best at 1 of 3 points, behind at 2; furthest behind: memfit:70% on "
+        "net@8, 20.0% slower than compile"
+    )
+    assert summary_line([judge("c", [peer])]) is None

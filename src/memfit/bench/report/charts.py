@@ -27,7 +27,7 @@ def check_charts() -> None:
     except ImportError as error:
         raise UsageError(
             f"charts need the package matplotlib, which cannot be imported: {error}",
-            hint="pip install 'memfit[bench]', or leave the charts out with --no-charts",
+            hint="pip install 'memfit[plots]', or leave the charts out with --no-charts",
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memfit.bench.verdict import judge, verdict_lines
+from memfit.bench.verdict import judge, summary_line, verdict_lines
 from memfit.ir.bench import UNAVAILABLE, BenchReport, Cell, WorkloadSpec
 from memfit.units import format_bytes, format_seconds
 
@@ -35,7 +35,7 @@ class Section:
 
 
 def sections(report: BenchReport) -> list[Section]:
-    """The whole report: every workload, every series over the batch size, the largest batches."""
+    """The whole report: workloads, series over the batch size, largest batches, a last line."""
     found = [_workload_section(report, spec.name) for spec in report.workloads]
     for series, specs in series_of(report).items():
         tables = [Table(title, SWEEP_COLUMNS, rows) for title, rows in sweep_tables(report, specs)]
@@ -45,7 +45,9 @@ def sections(report: BenchReport) -> list[Section]:
         table = Table("", LARGEST_COLUMNS, largest_rows(largest))
         notes = [f"{c.workload}: {note}" for c in largest if c.largest for note in c.largest.notes]
         found.append(Section("The largest batch in a fixed budget", [table], notes))
-    return [section for section in found if section.tables]
+    shown = [section for section in found if section.tables]
+    summary = summary_line(judge(w.name, report.cells_of(w.name)) for w in report.workloads)
+    return [*shown, Section("In all", [], [summary])] if summary else shown
 
 
 def _workload_section(report: BenchReport, name: str) -> Section:
@@ -74,14 +76,26 @@ def heading(report: BenchReport) -> list[str]:
         *((f"Commands: {commands}",) if commands else ()),
         "",
         "MB is 2^20 bytes. Each row is a process of its own: the peak is the allocator's, of whole "
-        "steps with the optimizer; times are medians ± half the distance between quartiles, taken "
-        "in turn with the reference (eager unless said), which is timed twice: A/A is the second "
-        "over the first, less one. Overhead is the time over the reference's of the same process, "
-        "less one: compare these, not milliseconds of different rows.",
+        "steps with the optimizer, reserved what it held of the device for that; times are medians "
+        "± half the distance between quartiles, taken in turn with the reference (eager unless "
+        "said), which is timed twice: A/A is the second over the first, less one. Overhead is the "
+        "time over the reference's of the same process, less one: compare these, not milliseconds "
+        "of different rows. First steps are named where they take long: they compile, unless torch "
+        "has it on disk from an earlier run.",
     ]
 
 
-SYSTEM_COLUMNS = ["system", "peak MB", "cut", "step ms", "overhead", "A/A", "retries", "remarks"]
+SYSTEM_COLUMNS = [
+    "system",
+    "peak MB",
+    "cut",
+    "reserved MB",
+    "step ms",
+    "overhead",
+    "A/A",
+    "retries",
+    "remarks",
+]
 PLAN_COLUMNS = [
     "plan",
     "budget MB",
@@ -134,6 +148,7 @@ def system_rows(cells: Sequence[Cell]) -> Rows:
                     "eager again (A/A)",
                     mb(cell.reference.peak_bytes),
                     "",
+                    mb(cell.reference.reserved_bytes),
                     f"{cell.reference.again_s * 1e3:.2f}",
                     percent(cell.same_code_ratio - 1),
                     percent(cell.same_code_ratio - 1),
@@ -146,12 +161,13 @@ def system_rows(cells: Sequence[Cell]) -> Rows:
 
 def _system_row(cell: Cell) -> list[str]:
     if not cell.ok:
-        return [cell.system, "-", "-", "-", "-", "-", "-", remark(cell)]
+        return [cell.system, *["-"] * (len(SYSTEM_COLUMNS) - 2), remark(cell)]
     cut = None if cell.peak_ratio is None else 1 - cell.peak_ratio
     return [
         cell.system,
         mb(cell.peak_bytes),
         percent(cut, plus=False),
+        mb(cell.reserved_bytes),
         _milliseconds(cell),
         percent(None if cell.ratio is None else cell.ratio - 1),
         percent(None if cell.same_code_ratio is None else cell.same_code_ratio - 1),
