@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import memfit
+from memfit.verify.deterministic import CUBLAS
 
 LOCKED_MHZ = 1500  # a clock that most work can hold without reaching the power limit
 FREE = "free"
@@ -46,7 +47,8 @@ def machine_facts(device: str | None, clock: str) -> dict[str, str]:
     if nvml is not None:
         facts["name"] = str(nvml.nvmlDeviceGetName(_handle(nvml, device)))
         facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
-    return facts | {"clock": clock, "fp32": "tf32"}
+    # Left in the environment it makes every matrix product slower.
+    return facts | {"clock": clock, "fp32": "tf32", CUBLAS: os.environ.get(CUBLAS) or "not set"}
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""Benchmark cells on a GPU: peers that move memory, a cap, the clock; each in its own process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memfit.bench.cell import CellSpec
+from memfit.bench.machine import FREE, held_clock, machine_facts
+from memfit.bench.process import run_in_process
+from memfit.bench.systems.catalogue import PEERS
+from memfit.bench.workloads import named
+from memfit.ir.bench import OK, OUT_OF_MEMORY, UNAVAILABLE, Cell, WorkloadSpec
+
+FIELDS = ("n_layer=4", "n_embd=256", "n_head=4", "vocab_size=8000")
+GPT2 = named(
+    WorkloadSpec("", "transformers:gpt2", 8, 256, dtype="bf16", device="cuda", fields=FIELDS)
+)
+MIB = 2**20
+
+
+def run(system: str, cap_bytes: int | None = None) -> Cell:
+    return run_in_process(CellSpec(GPT2, system, 10, cap_bytes), 300)
+
+
+@pytest.fixture(scope="module")
+def eager() -> Cell:
+    return run("eager")
+
+
+def test_parts_of_the_peak_add_up_to_it_within_five_percent(eager):
+    assert eager.status == OK, eager.reason
+    assert sum(eager.breakdown.values()) == pytest.approx(eager.peak_bytes, rel=0.05)
+    assert eager.breakdown["optimizer_state"] > 0 and eager.retries == 0
+
+
+def test_the_eager_step_against_itself_is_within_three_percent(eager):
+    assert abs(eager.same_code_ratio - 1) < 0.03
+
+
+@pytest.mark.parametrize("system", [*PEERS[1:], "offload-flags:async", "hf-checkpoint:every=2"])
+def test_every_peer_runs_or_says_why_it_cannot(eager, system):
+    cell = run(system)
+    if cell.status == UNAVAILABLE:
+        pytest.skip(f"{system}: {cell.reason}")
+    assert cell.status == OK, cell.reason
+    assert cell.reference.kind == "eager" and cell.retries == 0
+    assert cell.reference.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.02)
+    if system.startswith(("save-on-cpu", "checkpoint", "hf-checkpoint", "fsdp2", "torchao")):
+        assert cell.peak_bytes < eager.peak_bytes
+
+
+def test_a_plan_holds_its_budget_and_is_predicted(eager):
+    cell = run("memfit:70% allow=+step_in_backward+tiled_loss")
+    assert cell.status == OK, cell.reason
+    plan = cell.planned
+    assert plan.numbers_agree and plan.measured_reserved_bytes <= plan.budget_bytes
+    assert cell.peak_bytes == pytest.approx(plan.measured_peak_bytes, rel=0.05)
+    assert cell.peak_bytes < eager.peak_bytes
+
+
+def test_under_a_cap_the_eager_step_is_out_of_memory_and_a_plan_is_not(eager):
+    cap = int(0.7 * eager.reserved_bytes)
+    assert run("eager", cap).status == OUT_OF_MEMORY
+    cell = run(f"memfit:{cap - 64 * MIB}", cap)
+    assert cell.status == OK, cell.reason
+    assert cell.reserved_bytes <= cap
+    assert any("the eager step does not fit" in note for note in cell.notes)
+
+
+def test_this_process_takes_nothing_of_the_device():
+    """Facts and clock come from the driver: a CUDA context here would cost the cells memory."""
+    with held_clock("cuda") as clock:
+        facts = machine_facts("cuda", clock)
+    assert facts["name"] == torch.cuda.get_device_name(0)
+    assert clock == FREE or clock.startswith("locked at ")
+    json.dumps(facts)
+
+
+def test_the_same_cell_has_the_same_peak_twice(eager):
+    again = run("eager")
+    assert replace(again, breakdown={}).peak_bytes == pytest.approx(eager.peak_bytes, rel=0.001)
