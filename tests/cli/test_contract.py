@@ -30,6 +30,8 @@ VERBS = {
     "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
     "resources": f"{TARGET} --budget --utilization --samples --epochs --allow --host-budget "
     "--executor --accumulate --steps --output -o",
+    "report": f"{TARGET} {GOAL} {HOW.replace(' --explain', '')} --profile --plan --result --trace "
+    "--flame --plots --curve --no-curve --points --steps --output -o",
     "doctor": "--json --verbose -v",
     "init": "file --json --verbose -v",
 }

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from memfit.cli import batch_size, bench, doctor, estimate, fit, init, plan, profile, resources
+from memfit.cli import (
+    batch_size,
+    bench,
+    doctor,
+    estimate,
+    fit,
+    init,
+    plan,
+    profile,
+    report,
+    resources,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +31,7 @@ app.command("profile")(profile.profile)
 app.command("batch-size")(batch_size.batch_size)
 app.command("bench")(bench.bench)
 app.command("estimate")(estimate.estimate)
+app.command("report")(report.report)
 app.command("resources")(resources.resources)
 app.command("doctor")(doctor.doctor)
 app.command("init")(init.init)

@@ -37,6 +37,16 @@ def make_folder(path: Path | None) -> None:
         ) from error
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write the object; `schema_version` is in it already."""
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> None:
+    """Write the object; `schema_version` is in it already, if it has one."""
+    write_text(path, json.dumps(data, indent=indent) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file, or raise UsageError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{str(path)!r} cannot be written: {error.strerror}", hint=_HINT
+        ) from error

@@ -1,13 +1,14 @@
 """When each position of a step comes: seconds of calls and copies, put on the step's positions.
 
 A call that runs by another variant is one graph to the step: all of its seconds go to the position
-of its peak. What the calls do not account for is spread evenly over the positions between them.
+of its peak. What the calls do not account for is spread over the positions between them by the
+bytes that are allocated there: nobody timed these, and what makes large tensors takes long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from memfit.ir.replay import COMPUTE, COPY_IN, COPY_OUT, Knot, Work, interpolate
@@ -18,6 +19,7 @@ from memfit.planning.timetable import Stretch, timetable
 
 PHASES = ("forward", "head and loss", "backward", "optimizer")
 WITH_SEGMENTS = ("forward", "backward")
+LARGE = 2e-3  # of all bytes allocated between calls: a position with more has its own knots
 SHORT = 1e-9  # of the step: shorter stretches are rounding
 
 
@@ -52,15 +54,16 @@ def clock_and_work(
     stretches = [*table.forward, *table.backward, *table.out, *table.back]
     busy_s = max((stretch.end_s for stretch in stretches), default=0.0)
     scale = min(1.0, step_s / busy_s) if busy_s > 0 else 1.0
-    outside = sim.graph.length - sum(part.last - part.first for part in parts)
-    pace_s = max(step_s - scale * busy_s, 0.0) / outside if outside else 0.0
+    between = _Between(sim.graph, parts, max(step_s - scale * busy_s, 0.0))
     knots, work = [Knot(0, 0.0)], list[Work]()
     lanes = [(0.0, 0.0)]  # seconds on the lanes -> seconds of the step
     now, position, lane = 0.0, 0, 0.0
     for part in parts:
-        begun, now = now, now + pace_s * (part.first - position)
-        _between(work, sim.graph, position, begun, now, step_s)
-        knots.append(Knot(part.first, now))
+        begun = now
+        for knot in between.knots(position, part.first, begun):
+            knots.append(knot)
+            now = knot.seconds
+        _add_between(work, sim.graph, position, begun, now, step_s)
         now += scale * (part.stretch.start_s - lane)  # waiting for a copy
         lanes.append((part.stretch.start_s, now))
         begun, now = now, now + scale * (part.stretch.end_s - part.stretch.start_s)
@@ -75,7 +78,8 @@ def clock_and_work(
         knots.append(Knot(part.last, now))
         lanes.append((part.stretch.end_s, now))
         position, lane = part.last, part.stretch.end_s
-    _between(work, sim.graph, position, now, step_s, step_s)
+    knots += between.knots(position, sim.graph.length, now)
+    _add_between(work, sim.graph, position, now, step_s, step_s)
     knots.append(Knot(sim.graph.length, step_s))
     if lane < busy_s:  # copies that nothing waits for
         lanes.append((busy_s, step_s))
@@ -119,7 +123,33 @@ def _parts(
     return found
 
 
-def _between(
+class _Between:
+    """Seconds of the positions outside all parts."""
+
+    def __init__(self, graph: StepGraph, parts: Sequence[_Part], rest_s: float) -> None:
+        self.weights = [1.0] * graph.length  # a byte for those where nothing is allocated
+        for block in graph.blocks:
+            if block.birth < graph.length:
+                self.weights[block.birth] += block.bytes
+        for part in parts:
+            self.weights[part.first : part.last] = [0.0] * (part.last - part.first)
+        total = sum(self.weights)
+        self.pace_s = rest_s / total if total else 0.0
+        self.large = total * LARGE
+
+    def knots(self, first: int, last: int, now: float) -> Iterator[Knot]:
+        """When positions begin, from `first` at `now` to `last`: large ones, and the end."""
+        for position in range(first, last):
+            weight = self.weights[position]
+            if weight > self.large:
+                yield Knot(position, now)
+            now += self.pace_s * weight
+            if weight > self.large and position + 1 < last:
+                yield Knot(position + 1, now)
+        yield Knot(last, now)
+
+
+def _add_between(
     work: list[Work], graph: StepGraph, position: int, begun: float, ended: float, step_s: float
 ) -> None:
     """Add the time between two calls, by what the step does there."""

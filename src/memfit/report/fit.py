@@ -53,8 +53,8 @@ def summary_line(result: Result, next_command: str) -> Text:
         f"budget {format_bytes(result.budget_bytes)}; "
         f"peak {format_bytes(measured.peak_bytes)} "
         f"(predicted {format_bytes(result.predicted.peak_bytes)}); "
-        f"time {_time_ratio(result)} baseline; ",
-        (_numbers_in_brief(result.numerics), "green" if same else "bold red"),
+        f"time {time_ratio(result)} baseline; ",
+        (numbers_in_brief(result.numerics), "green" if same else "bold red"),
         f"; next: {next_command}",
     )
 
@@ -140,7 +140,7 @@ def _comparison(result: Result, plan: Plan) -> Table:
     table.add_row(
         "time / baseline",
         ratio(predicted.time_ratio),
-        Text(_time_ratio(result), style="bold"),
+        Text(time_ratio(result), style="bold"),
         "" if measured.same_code_ratio is None else f"{ratio(measured.same_code_ratio)} of itself",
     )
     return table
@@ -155,7 +155,7 @@ def _facts(result: Result, plan: Plan, rates: CopyRates | None) -> list[tuple[st
             f"{format_bytes(result.baseline.static_bytes)} parameters, gradients, "
             "optimizer state, buffers and batch",
         ),
-        ("numbers", _numbers(result.numerics)),
+        ("numbers", numbers_line(result.numerics)),
         ("decisions", decisions_line(plan)),
         *measured_lines(plan, result.swap),
         *([] if nothing is None else [("copies", nothing)]),
@@ -179,13 +179,15 @@ def _budget(result: Result, plan: Plan) -> str:
     return f"{format_bytes(result.budget_bytes)}, held; {least}"
 
 
-def _time_ratio(result: Result) -> str:
+def time_ratio(result: Result) -> str:
+    """Measured time over that of the unplanned step."""
     if result.measured.time_ratio is not None:
         return ratio(result.measured.time_ratio)
     return ratio(result.measured.step_s / result.baseline.step_s)
 
 
-def _numbers_in_brief(numerics: Numerics) -> str:
+def numbers_in_brief(numerics: Numerics) -> str:
+    """How the plan's numbers compare, in a few words."""
     if numerics.bitwise_vs_unplanned:
         return "numbers identical"
     if not repeats_itself(numerics):
@@ -196,7 +198,8 @@ def _numbers_in_brief(numerics: Numerics) -> str:
     return f"numbers {words} (gradients differ by {numerics.grad_max_rel_diff:.2g})"
 
 
-def _numbers(numerics: Numerics) -> Text:
+def numbers_line(numerics: Numerics) -> Text:
+    """How the plan's numbers compare, with how far apart they are."""
     if numerics.bitwise_vs_unplanned:
         text = Text("identical to the unplanned step, bit for bit", style="green")
     else:

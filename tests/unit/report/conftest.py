@@ -1,15 +1,24 @@
-"""A plan, a profile and a result made by hand."""
+"""A plan and a result made by hand, and a report of a step that was profiled on a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from memfit.ir.plan import ActivationPlan, Plan, Prediction, SegmentPlan, VariantPlan
+from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.replay import replay, replay_plan
+from memfit.planning.simulate import Simulator
+from memfit.report.run_report import RunReport
+from memfit.report.sweep import SweepRow
 
 MIB = 2**20
+H200 = Path(__file__).parents[2] / "golden" / "gpt2_large_set_up.profile.json.gz"
+GB = 10**9
 
 
 def segment(name: str, run: int | None = None, kind: str = "Block", mib: int = 3) -> SegmentPlan:
@@ -179,3 +188,59 @@ def result(plan: Plan) -> Result:
         minimum_feasible_bytes=30 * MIB,
         notes=("one choice",),
     )
+
+
+@pytest.fixture(scope="session")
+def planned() -> RunReport:
+    """GPT-2-large on an H200, planned for 16 GB by `ratio`, with a curve; it was not run."""
+    profile = Profile.load(H200)
+    plan = make_plan(profile, Goal(budget_bytes=16 * GB, strategy="ratio"))
+    simulator = Simulator(profile, 0, ("recompute", "offload"))
+    none = make_plan(profile, Goal(budget_bytes=26 * GB, strategy="none"))
+    swap = make_plan(profile, Goal(budget_bytes=16 * GB, strategy="swap", techniques=("offload",)))
+    curve = (
+        SweepRow(16 * GB, {"ratio": plan, "swap": swap, "none": None}),
+        SweepRow(26 * GB, {"ratio": none, "swap": swap, "none": none}),
+    )
+    return RunReport(
+        profile=profile,
+        plan=plan,
+        before=replay(simulator, []),
+        after=replay_plan(simulator, plan),
+        command="memfit report --profile 'a <b> & c.json'",
+        made="2026-11-16 12:00 +0000",
+        memfit="0.1.0",
+        curve=curve,
+    )
+
+
+@pytest.fixture(scope="session")
+def run(planned: RunReport) -> RunReport:
+    """The same with what a run of it might have measured."""
+    plan, baseline = planned.plan, planned.profile.baseline
+    assert baseline is not None and plan.budget_bytes is not None
+    expected = plan.predicted
+    peak_bytes = round(expected.peak_bytes * 1.001)
+    result = Result(
+        workload=plan.workload,
+        device=vars(planned.profile.device),
+        budget_bytes=plan.budget_bytes,
+        baseline=BaselineResult(
+            baseline.peak_bytes, baseline.peak_reserved_bytes, plan.static_bytes, 0.175, True
+        ),
+        predicted=Predicted(
+            expected.peak_bytes,
+            expected.reserved_bytes,
+            expected.step_s,
+            expected.lower_bound_s,
+            expected.gap,
+            expected.step_s / plan.baseline_step_s,
+        ),
+        measured=Measured(peak_bytes, expected.reserved_bytes, 0.22, 0.002, 1.257, 1.001),
+        decisions=Decisions(1, 2, 0, len(plan.segments), ("recompute",)),
+        numerics=Numerics(True, 0.0, 0.0),
+        plan_s=0.1,
+        verdict="fits",
+        minimum_feasible_bytes=plan.minimum_feasible_bytes,
+    )
+    return replace(planned, result=result, run_command="memfit fit transformers:gpt2-large")

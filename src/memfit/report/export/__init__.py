@@ -1,0 +1,1 @@
+"""Reports for other viewers: traces, flame graphs, plots."""

@@ -1,0 +1,1 @@
+"""The HTML report: one file, which needs no network and no library."""

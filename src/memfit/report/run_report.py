@@ -1,0 +1,59 @@
+"""RunReport: everything a report shows, collected once and drawn in many ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.ir.replay import Replay
+from memfit.ir.result import Result
+from memfit.report.sweep import SweepRow
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A plan for a profiled step, and its result if it was run.
+
+    `before` is the step with everything kept, `after` the planned one; both are simulated.
+    `command` made the report, `run_command` the result, which is empty where it is not known.
+    """
+
+    profile: Profile
+    plan: Plan
+    before: Replay
+    after: Replay
+    command: str
+    made: str
+    memfit: str
+    result: Result | None = None
+    run_command: str = ""
+    curve: tuple[SweepRow, ...] = ()
+
+    def __post_init__(self) -> None:
+        for replay in (self.before, self.after):
+            assert sum(replay.peak_categories.values()) == replay.peak_bytes
+            assert all(size >= 0 for sizes in replay.curves.values() for size in sizes)
+
+    @property
+    def name(self) -> str:
+        """What is trained."""
+        return self.profile.workload["name"]
+
+    @property
+    def measured_before_bytes(self) -> int | None:
+        """The measured peak of the step that `before` shows; None: it was not measured."""
+        return None if self.profile.baseline is None else self.profile.baseline.peak_bytes
+
+    @property
+    def measured_after_bytes(self) -> int | None:
+        """The measured peak of the planned step; None: it was not run."""
+        return None if self.result is None else self.result.measured.peak_bytes
+
+    @property
+    def before_words(self) -> str:
+        """What `before` shows, in words."""
+        parts = [*self.profile.setup]
+        if self.profile.accumulate > 1:
+            parts.append(f"one of {self.profile.accumulate} parts of the step")
+        return f"everything kept{' (' + ', '.join(parts) + ')' if parts else ''}"

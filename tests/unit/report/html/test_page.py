@@ -1,0 +1,154 @@
+"""The HTML report: what is in the file, and that it needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from memfit.ir.plan import TechniqueChoice
+from memfit.report.html.facts import categories, category_checks, comparison, tiles
+from memfit.report.html.page import html_page, page_data, script_json
+from memfit.report.html.table_data import decision_table, segment_table
+from memfit.report.run_report import RunReport
+
+
+class Text(HTMLParser):
+    """The words of each section by its id, and everything that a page could load."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.sections: dict[str, str] = {}
+        self.loads: list[str] = []
+        self._section = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "section":
+            self._section = found.get("id") or found.get("aria-label") or ""
+        self.loads += [v for name, v in attrs if name in ("src", "href", "action", "srcset") and v]
+
+    def handle_data(self, data: str) -> None:
+        self.sections[self._section] = self.sections.get(self._section, "") + data
+
+
+def test_categories_sum_to_the_measured_peak_within_two_percent_on_cuda(planned: RunReport) -> None:
+    charts = page_data(planned)["memory"]["charts"]
+    assert planned.profile.device.type == "cuda"
+    measured = charts[0]["measured"]
+    assert measured == planned.profile.baseline.peak_bytes
+    for chart, replay in zip(charts, (planned.before, planned.after), strict=True):
+        tensors, position = chart["tensors"], replay.peak_position
+        columns = [tensors[name] for name in ("bytes", "category", "start", "end")]
+        alive = [
+            (size, category)
+            for size, category, start, end in zip(*columns, strict=True)
+            if start <= position < end
+        ]
+        by_category = {c: sum(s for s, k in alive if k == c) for c in {k for _, k in alive}}
+        assert sum(by_category.values()) == chart["peak"] == replay.peak_bytes
+    assert charts[0]["peak"] == pytest.approx(measured, rel=0.02)
+    assert charts[1]["peak"] == planned.plan.predicted.peak_bytes
+
+
+def test_the_page_loads_nothing(run: RunReport) -> None:
+    page = html_page(run)
+    text = Text(page)
+    assert text.loads == ["data:,"]
+    assert not re.findall(r"@import|url\(", page)
+    urls = set(re.findall(r"https?://[^\s\"'<]+", page))
+    assert urls == {"http://www.w3.org/2000/svg"}  # the name of SVG: nobody goes there
+
+
+def test_the_page_is_small(run: RunReport) -> None:
+    assert len(html_page(run).encode()) < 600_000
+
+
+def test_everything_that_was_promised_is_in_the_page(run: RunReport) -> None:
+    sections = Text(html_page(run)).sections
+    assert set(sections) >= {"memory", "curve", "segments", "decisions", "environment", "commands"}
+    assert "NVIDIA H200" in sections["environment"] and "2.11.0" in sections["environment"]
+    assert "memfit report --profile 'a <b> & c.json'" in sections["commands"]
+    assert "memfit fit transformers:gpt2-large" in sections["commands"]
+    words = " ".join(sections["comparison"].split())
+    assert "peak memory" in words and "held by the allocator" in words and "1.257x" in words
+
+
+def test_what_was_not_run_is_marked(planned: RunReport) -> None:
+    rows = {row[0]: row for row in comparison(planned)}
+    assert all(row[3] == "not measured" for row in rows.values())
+    assert tiles(planned)[3].value == "not measured"
+    assert category_checks(planned)[1] == "after: not measured"
+
+
+def test_predictions_stand_beside_measurements(run: RunReport) -> None:
+    rows = {row[0]: row for row in comparison(run)}
+    assert rows["peak memory"][4] == "-0.10%"
+    assert rows["step time"][3] == "220.0 ms ± 2.0 ms"
+    assert rows["time / before"][1] == "A/A 1.001x"
+    assert [tile.tone for tile in tiles(run)] == ["good", "", "", "good"]
+
+
+def test_a_fit_that_changed_numbers_says_so(run: RunReport) -> None:
+    assert run.result is not None
+    numerics = replace(run.result.numerics, bitwise_vs_unplanned=False, grad_max_rel_diff=0.5)
+    bad = replace(run, result=replace(run.result, numerics=numerics))
+    tile = tiles(bad)[3]
+    assert (tile.value, tile.tone) == ("NOT identical", "bad") and "0.5" in tile.detail
+
+
+def test_categories_are_listed_with_their_sum(run: RunReport) -> None:
+    rows = categories(run)
+    assert [row.category for row in rows[:2]] == ["parameters", "optimizer_state"]
+    assert rows[-1].name == "all together" and rows[-1].before == "23.44 GiB"
+    assert max(row.before_share for row in rows) < 100
+
+
+def test_segments_have_variant_bytes_seconds_and_why(run: RunReport) -> None:
+    columns = {c["title"]: c for c in segment_table(run)["columns"]}
+    assert len(columns["segment"]["values"]) == len(run.plan.segments)
+    assert {"variant", "saved", "recomputed", "added", "why"} <= columns.keys()
+    assert "offloaded" not in columns, "a column of zeros says nothing"
+    assert sum(columns["recomputed"]["values"]) == run.plan.recomputed_bytes
+
+
+def test_every_tensor_has_a_decision_and_captured_ones_a_line(run: RunReport) -> None:
+    columns = {c["title"]: c for c in decision_table(run)["columns"]}
+    words = columns["source"]["strings"]
+    assert any("modeling_gpt2.py:" in text for text in words)
+    assert set(columns["decision"]["strings"]) == {"keep", "recompute"}
+
+
+def test_techniques_are_listed_with_why(run: RunReport) -> None:
+    choices = (
+        TechniqueChoice("tiled_loss", True, "the fastest", 10 * 2**20, 0.001),
+        TechniqueChoice("microbatch", False, "not needed"),
+    )
+    page = html_page(replace(run, plan=replace(run.plan, choices=choices)))
+    words = Text(page).sections["plan"]
+    assert "tiled_losstaken10.00 MiB1.0 msthe fastest" in words
+    assert "microbatchleft outnot triednot triednot needed" in words
+
+
+def test_no_string_ends_the_script(run: RunReport) -> None:
+    evil = "</script><script>alert(1)</script><!-- &amp;"
+    text = script_json({"name": evil})
+    assert "<" not in text and json.loads(text) == {"name": evil}
+    segments = (replace(run.plan.segments[0], reason=evil), *run.plan.segments[1:])
+    workload = {**run.profile.workload, "name": evil, "model": evil}
+    made = replace(
+        run,
+        plan=replace(run.plan, segments=segments),
+        profile=replace(run.profile, workload=workload),
+    )
+    assert html_page(made).count("<script") == 2
+
+
+def test_a_report_without_a_curve_has_no_place_for_one(run: RunReport) -> None:
+    made = replace(run, curve=())
+    assert "curve" not in Text(html_page(made)).sections
+    assert page_data(made)["curve"] is None
