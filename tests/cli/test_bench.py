@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,6 +105,58 @@ def test_a_cell_that_was_lost_is_run_again_alone(
     assert [c.system for c in now.cells][1] == lost["system"] == "checkpoint"
 
 
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
+    memfit: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "cut.json"
+    (tmp_path / "slow.py").write_text(
+        "import time, torch, memfit\n"
+        "def loss_fn(model, batch):\n"
+        "    time.sleep(model.seconds)\n"
+        "    return model(batch).mean()\n"
+        "def workload(seconds=0.0):\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        "    model.seconds = seconds\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    return memfit.Workload(model, loss_fn, optimizer, torch.ones(2, 4))\n"
+        "def forever():\n"
+        "    return workload(600.0 if not open(__file__ + '.go', 'a').tell() else 0.0)\n"
+    )
+    targets = [f"{tmp_path / 'slow.py'}:{name}" for name in ("workload", "forever")]
+    words = [
+        "bench",
+        *targets,
+        "--systems",
+        "eager",
+        "--steps",
+        "2",
+        "--no-charts",
+        "-o",
+        str(path),
+    ]
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memfit", *words],
+        env=os.environ | {"PYTHONPATH": source},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    begun = time.monotonic()
+    while not path.exists():  # the first cell is saved, the second one would never end
+        assert process.poll() is None and time.monotonic() - begun < 120
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said
+    assert [c.workload for c in BenchReport.load(path).cells] == ["slow.py:workload"]
+    (tmp_path / "slow.py.go").write_text("on")
+    result = memfit(*words)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("/2]") == 1 and "[2/2] slow.py:forever | eager: ok" in result.stderr
+
+
 def test_against_an_earlier_run(memfit: Run, done: tuple[Path, Any], tmp_path: Path) -> None:
     path, _ = done
     words = ["--batch-sizes", "2,4", *SYSTEMS, *QUICK, "-o", path]
@@ -192,6 +249,6 @@ def test_a_cut_off_file_is_refused_not_overwritten(memfit: Run, tmp_path: Path) 
 def test_without_matplotlib_nothing_runs_unless_charts_are_left_out(
     memfit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = memfit("bench", *TARGET, "--systems", "eager", "-o", tmp_path / "b.json")
     assert result.exit_code == 2 and "--no-charts" in result.stderr

@@ -27,6 +27,7 @@ from memfit import api
 from memfit.bench.systems.catalogue import FAMILIES, missing_package, prepare, split_name
 from memfit.bench.systems.largest_batch import find_largest
 from memfit.bench.systems.prepared import Prepared, Setting, Step, Unavailable, around, total_static
+from memfit.bench.workloads import missing_zoo
 from memfit.errors import DeviceMemoryError, InfeasibleError, MemfitError
 from memfit.ir.bench import (
     FAILED,
@@ -100,7 +101,8 @@ def run_cell(spec: CellSpec) -> Cell:
     """Run it; whatever Python can tell of its end is in the cell."""
     empty = Cell(spec.workload.name, spec.system, OK)
     family, _ = split_name(spec.system)
-    if (package := missing_package(family)) is not None:
+    package = missing_package(family) or missing_zoo(spec.workload.target)
+    if package is not None:
         return replace(empty, status=UNAVAILABLE, reason=f"{package} is not installed")
     try:
         return _measure_cell(spec, empty)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from memfit.bench.systems.catalogue import PEERS, SWEPT
@@ -104,6 +105,13 @@ def check_target(target: str) -> None:
         hint=f"{suggest(target, target_names())}targets are encoder, torchvision:NAME, timm:NAME, "
         "transformers:NAME or path/to/file.py:function",
     )
+
+
+def missing_zoo(target: str) -> str | None:
+    """The package that a target needs and that is not installed, if any."""
+    zoo, separator, _ = target.partition(":")
+    needed = separator and zoo in ZOOS and not is_file_target(target)
+    return zoo if needed and find_spec(zoo) is None else None
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

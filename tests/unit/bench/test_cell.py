@@ -124,6 +124,12 @@ def test_a_system_that_is_not_installed_says_so(monkeypatch):
     assert run("deepspeed-offload").reason == "deepspeed is not installed"
 
 
+def test_a_workload_whose_package_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setattr("memfit.bench.workloads.find_spec", lambda name: None)
+    cell = run("eager", named(WorkloadSpec("", "torchvision:resnet50", 2, device="cpu")))
+    assert cell.status == UNAVAILABLE and cell.reason == "torchvision is not installed"
+
+
 def test_transformers_own_checkpointing_comes_and_goes():
     pytest.importorskip("transformers")
     fields = ("n_layer=3", "n_embd=32", "n_head=2", "vocab_size=50", "n_positions=32")
