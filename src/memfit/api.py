@@ -291,7 +291,7 @@ def fit_workload(
             accumulate=accumulate * made.split,
         )
 
-    return Fitted(part, planned.install(), measured, result, replan, accumulate)
+    return Fitted(part, planned.install(), measured, result, replan, accumulate, base)
 
 
 def _measuring(

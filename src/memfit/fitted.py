@@ -37,9 +37,11 @@ class Fitted:
         result: Result,
         replan: Replan,
         accumulate: int = 1,
+        plain: Profile | None = None,
     ) -> None:
         self.workload = workload
         self.profile = profile
+        self.plain = plain or profile  # of the step before anything was done to it
         self.result = result
         self.applied = applied
         self._replan = replan

@@ -130,7 +130,7 @@ def test_missing_and_wrong_files_are_named(memfit, plan_file, run_json, tmp_path
     both = ("--profile", TINY, "--plan", plan_file)
     refused(memfit("report", *both, "-o", page), "another model", "of one fit")
     both = ("--profile", TINY, "--result", run_json)
-    refused(memfit("report", *both, "-o", page), "of encoder", "of transformers:gpt2")
+    refused(memfit("report", *both, "-o", page), "name encoder", "of transformers:gpt2")
     assert not page.exists()
 
 
@@ -198,3 +198,19 @@ def test_an_impossible_budget_is_the_answer_no(memfit, tmp_path):
     result = memfit(*words)
     assert result.exit_code == 1 and "hint: " in result.stderr
     assert not (tmp_path / "r.html").exists()
+
+
+def test_before_is_the_plain_step_whatever_the_plan_does_to_it(memfit, tiny, tmp_path):
+    run, page = tmp_path / "run.json", tmp_path / "r.html"
+    words = ("--budget", "45%", "--allow", "+microbatch", "--steps", "1", "-o", run)
+    result = memfit("fit", *tiny, "--batch", "32", *words)
+    assert result.exit_code == 0, result.stderr
+    made = RunFile.load(run)
+    assert made.profile.split > 1 and made.plain.split == 1, "the budget needs the batch in parts"
+    result = memfit("report", "--result", run, "--no-curve", "-o", page)
+    assert result.exit_code == 0, result.stderr
+    before, after = _data(page)["memory"]["charts"]
+    assert before["title"] == "before: everything kept"
+    assert after["title"].endswith(f"one of the {made.profile.accumulate} parts of a step)")
+    assert before["measured"] == made.result.baseline.peak_bytes
+    assert before["peak"] == pytest.approx(before["measured"], rel=0.02)

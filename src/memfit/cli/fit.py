@@ -168,7 +168,10 @@ def run_file(fitted: Fitted) -> RunFile:
     from memfit.ir.run_file import RunFile
 
     command = shlex.join(["memfit", *sys.argv[1:]])
-    return RunFile(fitted.result, fitted.plan, fitted.profile, command, __version__)
+    profile, plain = fitted.profile, fitted.plain
+    changed = (profile.setup, profile.split) != (plain.setup, plain.split)
+    shown = plain if changed else None
+    return RunFile(fitted.result, fitted.plan, profile, shown, command, __version__)
 
 
 def _show_choices(

@@ -101,12 +101,14 @@ def from_files(
             f"{', '.join(given)} say how to make a plan, but a file gives one",
             hint="leave out --plan and --result, or the others",
         )
-    if run is not None and run.result.workload != profile.workload:
-        raise RunFileError(
-            f"the result is of {run.result.workload.get('name')}, the profile of "
-            f"{profile.workload.get('name')}",
-            hint="give files of one fit",
-        )
+    ran = profile.workload if run is None else run.result.workload
+    for part in ("name", "model", "optimizer"):  # a plan may run a batch in parts
+        fitted, profiled = (w.get(part) for w in (ran, profile.workload))
+        if fitted != profiled:
+            raise RunFileError(
+                f"the result is of the {part} {fitted}, the profile of {profiled}",
+                hint="give files of one fit",
+            )
     return _collect(session, profile, plan, run)
 
 
@@ -166,7 +168,9 @@ def _collect(session: Session, profile: Profile, plan: Plan, run: RunFile | None
     _check_plan(profile, plan)
     session.progress("replaying the step")
     simulator = Simulator(profile, plan.smallest_move_bytes, ("recompute", "offload"))
-    before, after = replay(simulator, []), replay_plan(simulator, plan)
+    after = replay_plan(simulator, plan)
+    plain = None if run is None else run.plain
+    before = replay(simulator if plain is None else Simulator(plain), [])
     expected = plan.predicted.peak_bytes
     if abs(after.peak_bytes - expected) > PEAKS_APART * expected:
         raise PlanFileError(
@@ -184,6 +188,7 @@ def _collect(session: Session, profile: Profile, plan: Plan, run: RunFile | None
         memfit=__version__,
         result=None if run is None else run.result,
         run_command="" if run is None else run.command,
+        plain=plain,
     )
 
 

@@ -19,20 +19,22 @@ from memfit.ir.swap import SwapStatistics
 class RunFile:
     """A result, its plan, the profile it was planned from and the command that was given.
 
-    What an older file has not is None or empty.
+    `plain` is the profile of the plain step, where the planned one has another set-up or a batch in
+    parts. What an older file has not is None or empty.
     """
 
     result: Result
     plan: Plan | None = None
     profile: Profile | None = None
+    plain: Profile | None = None
     command: str = ""
     memfit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The result's own object, with the rest beside it."""
         about = {"memfit": self.memfit, "command": self.command}
-        parts = {"plan": to_data(self.plan), "profile": to_data(self.profile)}
-        return {**self.result.to_json(), **about, **parts}
+        parts = {"plan": self.plan, "profile": self.profile, "plain": self.plain}
+        return {**self.result.to_json(), **about, **{k: to_data(v) for k, v in parts.items()}}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -61,7 +63,8 @@ class RunFile:
 
 
 def _read(data: dict[str, Any]) -> RunFile:
-    plan, profile = data.pop("plan", None), data.pop("profile", None)
+    plan = data.pop("plan", None)
+    profile, plain = (data.pop(name, None) for name in ("profile", "plain"))
     about = {name: str(data.pop(name, "")) for name in ("command", "memfit")}
     if isinstance(swap := data.get("swap"), dict):  # the rest is derived from these
         known = {field.name for field in fields(SwapStatistics)}
@@ -70,5 +73,6 @@ def _read(data: dict[str, Any]) -> RunFile:
         from_data(Result, data),
         None if plan is None else from_data(Plan, plan),
         None if profile is None else from_data(Profile, profile),
+        None if plain is None else from_data(Profile, plain),
         **about,
     )

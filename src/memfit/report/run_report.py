@@ -15,7 +15,8 @@ from memfit.report.sweep import SweepRow
 class RunReport:
     """A plan for a profiled step, and its result if it was run.
 
-    `before` is the step with everything kept, `after` the planned one; both are simulated.
+    `before` is the step with everything kept, `after` the planned one; both are simulated. `before`
+    is that of the `plain` profile, where the planned step has another set-up or a batch in parts.
     `command` made the report, `run_command` the result, which is empty where it is not known.
     """
 
@@ -28,6 +29,7 @@ class RunReport:
     memfit: str
     result: Result | None = None
     run_command: str = ""
+    plain: Profile | None = None
     curve: tuple[SweepRow, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,7 +45,8 @@ class RunReport:
     @property
     def measured_before_bytes(self) -> int | None:
         """The measured peak of the step that `before` shows; None: it was not measured."""
-        return None if self.profile.baseline is None else self.profile.baseline.peak_bytes
+        baseline = (self.plain or self.profile).baseline
+        return None if baseline is None else baseline.peak_bytes
 
     @property
     def measured_after_bytes(self) -> int | None:
@@ -53,7 +56,17 @@ class RunReport:
     @property
     def before_words(self) -> str:
         """What `before` shows, in words."""
-        parts = [*self.profile.setup]
-        if self.profile.accumulate > 1:
-            parts.append(f"one of {self.profile.accumulate} parts of the step")
-        return f"everything kept{' (' + ', '.join(parts) + ')' if parts else ''}"
+        return f"everything kept{_changes(self.plain or self.profile)}"
+
+    @property
+    def after_words(self) -> str:
+        """What `after` shows, in words."""
+        return f"planned by {self.plan.strategy}{_changes(self.profile)}"
+
+
+def _changes(profile: Profile) -> str:
+    """What is not as in a plain step, in brackets."""
+    parts = [*profile.setup]
+    if profile.accumulate > 1:
+        parts.append(f"one of the {profile.accumulate} parts of a step")
+    return f" ({', '.join(parts)})" if parts else ""

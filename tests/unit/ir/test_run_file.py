@@ -55,7 +55,8 @@ def run(profile: Profile) -> RunFile:
         static_bytes=25,
         minimum_feasible_bytes=30,
     )
-    return RunFile(result, plan, profile, "memfit fit tiny -o run.json", "0.1.0")
+    plain = replace(profile, setup=())
+    return RunFile(result, plan, profile, plain, "memfit fit tiny -o run.json", "0.1.0")
 
 
 def test_a_run_is_read_as_it_was_written(run: RunFile, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _memory(report: RunReport) -> Figure:
     figure, (above, below) = _figure(2, 4.6, sharex=True, sharey=True)
     size, unit = _unit(max(report.before.peak_bytes, report.plan.budget_bytes or 0))
     _stack(above, report.before, size, f"before: {report.before_words}")
-    _stack(below, report.after, size, f"after: planned by {report.plan.strategy}")
+    _stack(below, report.after, size, f"after: {report.after_words}")
     for axes in (above, below):
         axes.set_ylabel(f"memory, {unit}")
         if report.plan.budget_bytes is not None:

@@ -21,7 +21,7 @@ def trace_json(report: RunReport) -> dict[str, Any]:
         event
         for pid, name, replay in (
             (1, f"before: {report.before_words}", report.before),
-            (2, "after: planned", report.after),
+            (2, f"after: {report.after_words}", report.after),
         )
         for event in _process(pid, name, replay)
     ]

@@ -33,7 +33,7 @@ def memory_data(report: RunReport) -> dict[str, Any]:
     before, after = (_replay_data(r, strings) for r in (report.before, report.after))
     before |= {"title": f"before: {report.before_words}", "measured": report.measured_before_bytes}
     after |= {
-        "title": f"after: planned by {report.plan.strategy}",
+        "title": f"after: {report.after_words}",
         "measured": report.measured_after_bytes,
     }
     return {
