@@ -215,6 +215,8 @@ def test_list_runs_nothing(memfit: Run, tmp_path: Path) -> None:
         (["--batch", "4"], "--batch are for targets"),
         (["encodr"], "unknown target 'encodr'"),
         (["encoder", "--systems", "eagr"], "unknown system 'eagr'"),
+        (["encoder", "--systems", " , "], "--systems names nothing"),
+        (["encoder", "--budgets", ","], "--budgets names nothing"),
         (["encoder", "--budgets", "lots"], "not a number of bytes"),
         (["encoder", "--allow", "magic"], "unknown technique 'magic'"),
         (["encoder", "--allow", "+offload,recompute"], "mixes names"),
@@ -236,6 +238,16 @@ def test_wrong_words_are_refused_before_anything_runs(
     assert result.exit_code == 2
     assert message in result.stderr and "\nhint: " in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_workloads_of_one_name_are_refused(memfit: Run, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("")
+    targets = [f"{tmp_path / folder / 'mine.py'}:workload" for folder in ("a", "b")]
+    result = memfit("bench", *targets, "--systems", "eager", "-o", tmp_path / "b.json")
+    assert result.exit_code == 2
+    assert "two workloads are called 'mine.py:workload'" in result.stderr
 
 
 def test_a_cut_off_file_is_refused_not_overwritten(memfit: Run, tmp_path: Path) -> None:

@@ -42,6 +42,14 @@ def plan_cells(
     names = [check_system(system) for system in systems]
     for target in dict.fromkeys(w.target for w in workloads):
         check_target(target)
+    names_of: dict[str, WorkloadSpec] = {}
+    for workload in workloads:
+        if names_of.setdefault(workload.name, workload) != workload:
+            raise UsageError(
+                f"two workloads are called {workload.name!r}: {workload.target} and "
+                f"{names_of[workload.name].target}",
+                hint="give their files or functions different names",
+            )
     patterns = list(only)
     cells = [
         CellSpec(workload, system, settings.steps, settings.cap_bytes)

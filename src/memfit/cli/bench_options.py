@@ -59,18 +59,26 @@ class BenchOptions:
         """Every cell, checked; UsageError for words that mean nothing here."""
         from memfit.bench.suite import plan_cells
 
-        settings, chosen = self.settings(), self._suite()
+        settings, suite = self.settings(), self._suite()
         check_executor(self.executor)
-        workloads = self._workloads(chosen)
-        systems = self._systems(chosen)
-        first = {w.series: w for w in reversed(workloads)}  # the first workload of each series
+        workloads = self._workloads(suite)
+        systems = self._systems(suite)
         more = [f"largest-batch:{self.largest_in}{self._how()}"] if self.largest_in else []
-        found = [(w, [*systems, *(more if first[w.series] is w else [])]) for w in workloads]
-        everything = [cell for w, names in found for cell in plan_cells([w], names, settings)]
-        if not self.only:
-            return everything
-        wanted = plan_cells(workloads, [*systems, *more], settings, self.only)
-        return [cell for cell in everything if cell in wanted]
+        found = plan_cells(workloads, [*systems, *more], settings, self.only)
+        first = {w.series: w.name for w in reversed(workloads)}
+        # A search over batch sizes is the same for all workloads of a series.
+        chosen = [
+            cell
+            for cell in found
+            if not cell.system.startswith("largest-batch")
+            or cell.workload.name == first[cell.workload.series]
+        ]
+        if not chosen:
+            raise UsageError(
+                "nothing to run: the largest batch is looked for once in a series",
+                hint=f"with its first workload: {', '.join(first.values())}",
+            )
+        return chosen
 
     def _suite(self) -> Suite:
         from memfit.bench.systems.catalogue import PEERS, SWEPT
@@ -154,6 +162,9 @@ class BenchOptions:
             return [word.strip() for text in texts for word in text.split(",") if word.strip()]
 
         names, allow = words(self.systems), self._allowed()
+        for option, given in (("--systems", self.systems), ("--budgets", self.budgets)):
+            if given and not words(given):
+                raise UsageError(f"{option} names nothing", hint=f"leave {option} out, or fill it")
         budgets = words(self.budgets) or list(suite.budgets)
         planned = [memfit_name(budget, allow, self.executor) for budget in budgets]
         if not names:

@@ -137,6 +137,7 @@ def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
                     low[i] += size
         peaks = [_mb(cell) for _, cell in bars]
         axes.scatter(places, peaks, marker="_", s=400, color="black", label="measured peak")
+        axes.set_ylim(min(low) * 1.08, max(*high, *peaks) * 1.08)
         axes.set_xticks(places, [label for label, _ in bars], fontsize=7)
         axes.set_ylabel("MB (2^20 bytes)")
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -19,7 +19,9 @@ body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em;
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 0.6em 0 1.2em; }
 th, td { border-bottom: 1px solid #ccc; padding: 0.2em 0.7em; text-align: right; }
+td { white-space: nowrap; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+td:last-child { white-space: normal; min-width: 12em; }
 tr.died td { color: #a00; }
 tr.own td:first-child { font-weight: bold; }
 svg { max-width: 100%; height: auto; }

@@ -10,6 +10,7 @@ from memfit.bench.systems.peers.rebuilt import (
     group_names,
     only_known,
     optimizer_options,
+    refuse_other_gpus,
     refuse_scaler,
     with_parameters,
 )
@@ -22,6 +23,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """The step by a DeepSpeed engine around the model and an optimizer like the workload's."""
     workload = setting.workload
     refuse_scaler(workload, family)
+    refuse_other_gpus(workload.device, family)
     if workload.device.type != "cuda":
         raise Unavailable("the step runs in host memory already: nothing to offload it from")
     initialize: Any = import_from("deepspeed", "initialize")[1]

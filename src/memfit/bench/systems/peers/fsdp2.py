@@ -16,6 +16,7 @@ from memfit.bench.systems.peers.rebuilt import (
     group_names,
     only_known,
     optimizer_options,
+    refuse_other_gpus,
     refuse_scaler,
     step_of,
     with_parameters,
@@ -28,6 +29,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """Every block a unit of its own, the rest of the model another; a group of one process."""
     workload = setting.workload
     refuse_scaler(workload, family)
+    refuse_other_gpus(workload.device, family)
     device = workload.device
     groups, options = group_names(workload), optimizer_options(workload.optimizer)
     kind = type(workload.optimizer)

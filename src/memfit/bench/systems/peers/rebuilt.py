@@ -65,3 +65,9 @@ def refuse_scaler(workload: Workload, system: str) -> None:
     """Unavailable for steps with a GradScaler."""
     if workload.scaler is not None:
         raise Unavailable(f"{system} is not run with a GradScaler here: use fp32 or bf16")
+
+
+def refuse_other_gpus(device: torch.device, system: str) -> None:
+    """Unavailable on any GPU but the first: rank 0 takes that one."""
+    if device.type == "cuda" and device.index:
+        raise Unavailable(f"{system} runs on the first GPU only: set CUDA_VISIBLE_DEVICES")
