@@ -40,7 +40,8 @@ def test_doctor_says_how_to_install_what_is_missing(memfit, monkeypatch):
     result = memfit("doctor")
     assert "missing: timm, for targets timm:NAME: pip install 'memfit[zoo]'" in result.stdout
     assert "install gcc and g++" in result.stdout
-    assert "4 missing" in result.stdout
+    assert "missing: matplotlib, for report --plots" in result.stdout
+    assert "5 missing" in result.stdout
 
 
 def test_host_copies_are_measured():

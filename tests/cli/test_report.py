@@ -20,6 +20,8 @@ def run_json(memfit: Any, tiny: list[str], tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("run") / "run.json"
     result = memfit("fit", *tiny, "--budget", "90%", "--steps", "1", "-o", path)
     assert result.exit_code == 0, result.stderr
+    page = path.with_suffix(".html")
+    assert result.stdout.splitlines()[-1].endswith(f"memfit report --result {path} -o {page}")
     return path
 
 

@@ -18,12 +18,23 @@ from memfit.report.copies import rates_line
 from memfit.report.terminal import columns, facts
 from memfit.units import format_bytes
 
-PACKAGES = ("torch", "triton", "numpy", "scipy", "rich", "typer", "psutil", "nvidia-ml-py")
-# Package of an extra, and the targets that need it.
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "scipy",
+    "rich",
+    "typer",
+    "jinja2",
+    "psutil",
+    "nvidia-ml-py",
+)
+# Package of an extra, and what needs it.
 EXTRAS = {
-    "transformers": ("transformers:NAME", "pip install 'memfit[hf]'"),
-    "torchvision": ("torchvision:NAME", "pip install 'memfit[zoo]'"),
-    "timm": ("timm:NAME", "pip install 'memfit[zoo]'"),
+    "transformers": ("targets transformers:NAME", "pip install 'memfit[hf]'"),
+    "torchvision": ("targets torchvision:NAME", "pip install 'memfit[zoo]'"),
+    "timm": ("targets timm:NAME", "pip install 'memfit[zoo]'"),
+    "matplotlib": ("report --plots and the charts of bench", "pip install 'memfit[plots]'"),
 }
 _COPIES = {
     "pinned_to_device": "pinned host to device",
@@ -166,7 +177,7 @@ def _software(found: dict[str, Any]) -> list[tuple[str, str | Text]]:
 
 def _missing(found: dict[str, Any]) -> list[str]:
     lines = [
-        f"{name}, for targets {EXTRAS[name][0]}: {EXTRAS[name][1]}"
+        f"{name}, for {EXTRAS[name][0]}: {EXTRAS[name][1]}"
         for name, installed in found["extras"].items()
         if installed is None
     ]

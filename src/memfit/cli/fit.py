@@ -157,7 +157,11 @@ def _show(
         rates = fitted.profile.copy if could_move else None
         session.show(*fit_report(result, fitted.plan, rates, explain=explain))
         same = [*goal.sweep_words(), *accumulating(fitted.profile.accumulate)]
-        session.line(summary_line(result, what.command("plan", "--sweep", *same)))
+        following = what.command("plan", "--sweep", *same)
+        if output is not None:
+            page = output.with_suffix(".html")
+            following = shlex.join(["memfit", "report", "--result", str(output), "-o", str(page)])
+        session.line(summary_line(result, following))
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)
 
