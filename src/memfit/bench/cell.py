@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -313,9 +312,7 @@ def _reference(beside: _Beside, times: dict[str, Timing]) -> Reference:
 
 
 def _finished(run: _Run, cell: Cell, prepared: Prepared, first_s: float) -> Cell:
-    facts: dict[str, Any] = dict(prepared.facts)
-    notes = (*run.notes, *facts.pop("notes", ()))
-    return replace(cell, first_steps_s=first_s, notes=notes, **facts)
+    return replace(cell, first_steps_s=first_s, notes=tuple(run.notes), **prepared.facts)
 
 
 def _breakdown(workload: Workload) -> dict[str, int]:

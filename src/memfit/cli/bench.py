@@ -29,7 +29,7 @@ _WHAT, _RUN = "What to run", "How to run it"
 def bench(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TARGET]...", help="Targets; left out: those of --suite."),
+        typer.Argument(metavar="TARGET", help="Targets; left out: those of --suite."),
     ] = None,
     suite: Annotated[
         str | None,

@@ -83,6 +83,7 @@ class Planned:
     bitwise: bool
     numbers_note: str | None
     fit_s: float
+    notes: tuple[str, ...] = ()  # of the fit
 
     @property
     def estimated_saved_bytes(self) -> int:

@@ -37,7 +37,6 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
         facts={
             "planned": planned_facts(fitted, fit_s),
             "breakdown": dict(fitted.plan.predicted.categories),
-            "notes": fitted.result.notes,
         },
     )
 
@@ -77,4 +76,5 @@ def planned_facts(fitted: Fitted, fit_s: float) -> Planned:
         bitwise=result.numerics.bitwise_vs_unplanned,
         numbers_note=result.numerics.note,
         fit_s=fit_s,
+        notes=tuple(result.notes),
     )
