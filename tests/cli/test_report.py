@@ -100,6 +100,14 @@ def test_a_profile_and_its_plan_need_no_target(memfit, tmp_path):
     assert json.loads(made.stdout)["after"] == json.loads(read.stdout)["after"]
 
 
+def test_the_last_line_names_the_viewer_of_what_was_written(memfit, tmp_path):
+    words = ("report", "--profile", TINY, "--budget", "90%", "--no-curve")
+    for option, viewer in (("--trace", "ui.perfetto.dev"), ("--flame", "speedscope.app")):
+        result = memfit(*words, option, tmp_path / "out.json")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.splitlines()[-1].endswith(f"open {tmp_path / 'out.json'} in {viewer}")
+
+
 def refused(result: Any, *words: str) -> str:
     assert result.exit_code == 2, result.output
     assert result.stdout == "" and "hint: " in result.stderr

@@ -33,6 +33,17 @@ class Outputs:
     flame: Path | None
     plots: Path | None
 
+    def next_words(self) -> str:
+        """What to do with the first of them."""
+        viewers = {
+            "in a browser": self.page,
+            "in ui.perfetto.dev": self.trace,
+            "in speedscope.app": self.flame,
+            "and look at the plots": self.plots,
+        }
+        viewer, path = next((v, p) for v, p in viewers.items() if p is not None)
+        return f"open {shlex.quote(str(path))} {viewer}"
+
 
 def report(
     target: Annotated[
@@ -195,7 +206,7 @@ def report(
         found = replace(found, command=shlex.join(["memfit", *sys.argv[1:]]))
         if strategies:
             found = with_curve(session, found, goal, strategies, points)
-        _show(session, found, _write(session, found, outputs))
+        _show(session, found, outputs, _write(session, found, outputs))
 
 
 def _check(outputs: Outputs, what: Target, goal: GoalOptions, files: list[str]) -> None:
@@ -253,11 +264,11 @@ def _write(session: Session, found: RunReport, outputs: Outputs) -> list[Path]:
     return written
 
 
-def _show(session: Session, found: RunReport, written: list[Path]) -> None:
+def _show(session: Session, found: RunReport, outputs: Outputs, written: list[Path]) -> None:
     from memfit.report.fit import numbers_agree, summary_line
     from memfit.report.plan import summary_line as plan_line
 
-    result, first = found.result, written[0]
+    result = found.result
     if session.as_json:
         session.emit(
             {
@@ -279,7 +290,7 @@ def _show(session: Session, found: RunReport, written: list[Path]) -> None:
         )
     else:
         session.line(f"wrote {', '.join(str(path) for path in written)}")
-        following = f"open {shlex.quote(str(first))} in a browser"
+        following = outputs.next_words()
         session.line(
             plan_line(found.plan, following) if result is None else summary_line(result, following)
         )

@@ -55,6 +55,7 @@ def _tensors(sim: Simulator, acts: Sequence[Act]) -> Iterator[LiveTensor]:
 
 def _standing(sim: Simulator, names: Names, act: Act, effect: Effect) -> Iterator[LiveTensor]:
     """What an act holds beside the step's blocks: a variant's own tensors, generator states."""
+    # Of a pick: what it keeps; what it moves, until that has left; and once that is back.
     for number, (start, until, size) in enumerate(effect.standing):
         parts: Sequence[tuple[Named, int]] = []
         rest = Named("generator states", "")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memfit.ir.plan import VariantPlan
 from memfit.report.html.page import html_page
 from memfit.report.run_report import RunReport
 
@@ -119,6 +121,36 @@ def test_it_opens_offline_without_an_error_and_without_scrolling_sideways(
     assert wide <= size[0]
     assert len(_all(driver, "#memory svg path[data-category]")) >= 10
     assert driver.execute_script("return document.documentElement.dataset.theme") == scheme
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"result": None}, {"curve": ()}, {"budget": None}, {"baseline": None}, {"tensors": ()}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_reports_of_every_kind_open_without_an_error(
+    driver: Driver, run: RunReport, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    if "budget" in changes:  # a strategy that was given none
+        changes = {"result": None, "plan": replace(run.plan, budget_bytes=None)}
+    elif "baseline" in changes:  # the plain step does not fit on the device
+        changes = {"profile": replace(run.profile, baseline=None, copy=None)}
+    elif "tensors" in changes:  # nothing is kept for the backward
+        plan = replace(run.plan, variants=tuple(_emptied(v) for v in run.plan.variants))
+        segments = tuple(replace(s, activations=()) for s in plan.segments)
+        changes = {"plan": replace(plan, segments=segments)}
+    page = tmp_path / "report.html"
+    page.write_text(html_page(replace(run, **changes)), encoding="utf-8")
+    driver.get_log("browser")
+    driver.get(page.as_uri())
+    assert driver.get_log("browser") == []
+    assert _all(driver, "#memory-after path[data-category]")
+    assert _all(driver, "#segment-table tbody tr")
+    assert bool(_all(driver, "#budget-curve svg")) == bool(changes.get("curve", True))
+
+
+def _emptied(variant: VariantPlan) -> VariantPlan:
+    return replace(variant, activations=())
 
 
 def test_the_two_schemes_have_other_colours_and_a_button(opened: Callable[..., Driver]) -> None:
