@@ -21,7 +21,7 @@ def run_json(memfit: Any, tiny: list[str], tmp_path_factory: pytest.TempPathFact
     result = memfit("fit", *tiny, "--budget", "90%", "--steps", "1", "-o", path)
     assert result.exit_code == 0, result.stderr
     page = path.with_suffix(".html")
-    assert result.stdout.splitlines()[-1].endswith(f"memfit report --result {path} -o {page}")
+    assert result.stdout.splitlines()[-1].endswith(f"memfit report {path} -o {page}")
     return path
 
 
@@ -51,7 +51,7 @@ def test_a_target_is_fitted_and_reported(memfit, tiny, tmp_path):
 
 def test_the_file_of_a_fit_is_enough(memfit, run_json, tmp_path):
     page = tmp_path / "report.html"
-    result = memfit("report", "--result", run_json, "--no-curve", "-o", page)
+    result = memfit("report", run_json, "--no-curve", "-o", page)
     assert result.exit_code == 0, result.stderr
     run = RunFile.load(run_json)
     after = _data(page)["memory"]["charts"][1]
@@ -123,6 +123,7 @@ def test_nothing_to_write_or_to_report_on_is_refused(memfit, tiny, tmp_path):
     refused(memfit("report", *tiny, "-o", page), "no budget", "--budget B")
     refused(memfit("report", "--profile", TINY, "-o", page), "neither a plan nor a budget")
     refused(memfit("report", *tiny, "--profile", TINY, "-o", page), "exclude each other")
+    refused(memfit("report", "a.json", "--result", "b.json", "-o", page), "exclude each other")
     batch = ("--batch", "3", "--budget", "90%")
     refused(memfit("report", "--profile", TINY, *batch, "-o", page), "no TARGET")
     assert not page.exists()

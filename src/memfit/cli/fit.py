@@ -160,7 +160,8 @@ def _show(
         following = what.command("plan", "--sweep", *same)
         if output is not None:
             page = output.with_suffix(".html")
-            following = shlex.join(["memfit", "report", "--result", str(output), "-o", str(page)])
+            named = [str(output)] if output.suffix == ".json" else ["--result", str(output)]
+            following = shlex.join(["memfit", "report", *named, "-o", str(page)])
         session.line(summary_line(result, following))
     if not numbers_agree(result.numerics):
         raise typer.Exit(1)

@@ -49,8 +49,8 @@ def report(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TARGET]",
-            help="What to fit: as for memfit fit. Left out: the report is made from files.",
+            metavar="[TARGET|RUN.json]",
+            help="What to fit: as for memfit fit; or what memfit fit -o wrote (as --result).",
             show_default=False,
         ),
     ] = None,
@@ -190,6 +190,9 @@ def report(
             force or [],
         )
         outputs = Outputs(output, trace, flame, plots)
+        if target is not None and target.endswith(".json"):
+            refuse_together([target, *(["--result"] if result_file is not None else [])])
+            result_file, target = Path(target), None
         what = Target(target or "", batch, seq, dtype, optimizer, device, fields or [])
         files = {"--profile": profile_file, "--plan": plan_file, "--result": result_file}
         given = [option for option, path in files.items() if path is not None]
@@ -219,7 +222,7 @@ def _check(outputs: Outputs, what: Target, goal: GoalOptions, files: list[str]) 
     if not what.name and not files:
         raise UsageError(
             "there is nothing to report on",
-            hint="give a TARGET and --budget B, or the files of a fit: --result run.json",
+            hint="give a TARGET and --budget B, or what a fit wrote: memfit report run.json",
         )
     if what.name and files:
         refuse_together(["TARGET", *files])
