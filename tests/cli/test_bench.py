@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
         text=True,
     )
     begun = time.monotonic()
-    while not path.exists():  # the first cell is saved, the second one would never end
+    while not path.exists() or not BenchReport.load(path).cells:  # the second would never end
         assert process.poll() is None and time.monotonic() - begun < 120
         time.sleep(0.1)
     time.sleep(0.5)
@@ -228,6 +228,8 @@ def test_list_runs_nothing(memfit: Run, tmp_path: Path) -> None:
         (["encoder", "--device", "cpu", "--cap", "1GiB"], "--cap limits the allocator of a GPU"),
         (["encoder", "--against", "nowhere.json"], "cannot read the benchmark"),
         (["encoder", "-o", "no/such/folder/b.json"], "there is no folder"),
+        (["encoder", "-o", "bench.md"], "-o bench.md names the JSON file"),
+        (["encoder", "-o", "."], "is a folder"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_runs(
@@ -238,6 +240,12 @@ def test_wrong_words_are_refused_before_anything_runs(
     assert result.exit_code == 2
     assert message in result.stderr and "\nhint: " in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_first_cell(memfit: Run) -> None:
+    result = memfit("bench", *TARGET, "--systems", "eager", *QUICK, "-o", "/proc/bench.json")
+    assert result.exit_code == 2 and "cannot be written" in result.stderr
+    assert "[1/1]" not in result.stderr and "\nhint: " in result.stderr
 
 
 def test_two_workloads_of_one_name_are_refused(memfit: Run, tmp_path: Path) -> None:

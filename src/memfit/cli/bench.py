@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memfit.bench.cell import CellSpec
     from memfit.ir.bench import BenchReport
 
+FORMS = (".md", ".html", ".log", ".charts")
 _WHAT, _RUN = "What to run", "How to run it"
 
 
@@ -186,7 +187,7 @@ def bench(
             cap,
             retry,
         )
-        check_file(output)
+        _check_output(output)
         session.progress("loading torch")
         from memfit.bench.report.charts import check_charts
         from memfit.ir.bench import BenchReport
@@ -214,6 +215,18 @@ def bench(
             raise typer.Exit(1)
 
 
+def _check_output(output: Path) -> None:
+    """Refuse a file that could not be written, or that would be written over by another form."""
+    if output.suffix in FORMS:
+        raise UsageError(
+            f"-o {output} names the JSON file, beside which {output.suffix} is written",
+            hint=f"try -o {output.with_suffix('.json')}",
+        )
+    check_file(output)
+    for form in FORMS[:3]:
+        check_file(output.with_suffix(form))
+
+
 def _run(
     session: Session, asked: BenchOptions, cells: list[CellSpec], output: Path, verbose: bool
 ) -> BenchReport:
@@ -229,6 +242,7 @@ def _run(
         if command not in report.commands:
             report = replace(report, commands=(*report.commands, command))
         missing = missing_cells(report, cells, settings)
+        report.save(output)  # a place that cannot be written is better known before the first cell
 
         session.quiet()
         with showing_progress(missing, len(cells)) as progress:
