@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.fitted import Fitted
+from memfit.ir.codec import to_data
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
     parser.add_argument("--budgets", nargs="*", type=float, metavar="GB", help="of 10^9 bytes")
     parser.add_argument("--setup-budgets", nargs="*", type=float, default=[], metavar="GB")
+    parser.add_argument("--profiles", type=Path, metavar="DIR", help="keep the profiles there")
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -106,6 +110,7 @@ class Comparison:
         begun = time.perf_counter()
         profile = memfit.profile(self.workload, progress=_say)
         self.rows["profile_s"] = time.perf_counter() - begun
+        self._keep(profile, "plain")
         assert profile.baseline is not None
         static, peak = profile.graph.fixed_bytes, profile.baseline.peak_bytes
         shares = {f"{s:.0%}": int(static + s * (peak - static)) for s in self.arguments.shares}
@@ -117,6 +122,7 @@ class Comparison:
             self.setup = setup_of(names, self.workload, profile, tile_bytes)
             self.rows["setup"] = names
             measured = memfit.profile(self.workload, setup=self.setup, progress=_say)
+            self._keep(measured, "set-up")
             text = f" with {', '.join(names)}"
             plans |= self._fit_all(measured, {_gb(budget) + text: budget for budget in budgets})
         if self.rows["systems"] or self.arguments.fits_only:
@@ -139,6 +145,13 @@ class Comparison:
                 "spread_s": timing.spread_s,
             }
         self.save()
+
+    def _keep(self, profile: Profile, kind: str) -> None:
+        """Write a profile, to plan from it on another machine."""
+        folder = self.arguments.profiles
+        if folder is not None:
+            path = folder / f"{self.name.replace(' ', '-')}.{kind}.profile.json.gz"
+            path.write_bytes(gzip.compress(json.dumps(to_data(profile)).encode()))
 
     def _fit_all(self, profile: Profile, wanted: dict[str, int]) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
