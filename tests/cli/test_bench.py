@@ -141,6 +141,8 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
         env=os.environ | {"PYTHONPATH": source},
         stderr=subprocess.PIPE,
         text=True,
+        # A test run in the background ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     begun = time.monotonic()
     while not path.exists() or not BenchReport.load(path).cells:  # the second would never end

@@ -31,7 +31,7 @@ def test_every_number_has_a_mark(memfit: Run, tiny: list[str], tmp_path: Path) -
     assert rows["time of the run"]["after"]["value"] == pytest.approx(step * batches * 3)
     assert rows["time of the run"]["after"]["how"] == "projected"
     assert rows["rate"]["after"]["value"] == pytest.approx(4 / step)
-    assert json.loads(file.read_text())["command"].startswith("memfit ")
+    assert json.loads(file.read_text())["command"].startswith("memfit")
 
 
 def test_what_is_not_known_says_why(memfit: Run, tiny: list[str], tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ class _Run:
 def main(words: list[str]) -> None:
     """Run the cell of the first file and write what became of it to the second."""
     _end_with_parent()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
     spec = from_data(CellSpec, json.loads(Path(words[0]).read_text(encoding="utf-8")))
     begun = time.perf_counter()
     cell = replace(run_cell(spec), seconds=time.perf_counter() - begun)
@@ -134,8 +136,6 @@ def build(spec: WorkloadSpec) -> Workload:
 
 
 def _measure_cell(spec: CellSpec, empty: Cell) -> Cell:
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
     family, argument = split_name(spec.system)
     workload = build(spec.workload)
     run = _Run(spec, workload.device)
