@@ -10,17 +10,18 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import memfit
+from memfit.bench.machine import held_clock
 from memfit.measure.device import device_facts
 from memfit.verify.deterministic import CUBLAS
 
 MIB = 2**20
-LOCKED_MHZ = 1500  # a clock that most work can hold without reaching the power limit
 
 
 def load_report(path: Path, *sections: str) -> dict[str, Any]:
@@ -115,16 +116,9 @@ def _lock_clock() -> str | None:
     """Hold the GPU's clock until the run ends; None without a GPU, "free" without the right to."""
     if not torch.cuda.is_available():
         return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        pynvml.nvmlDeviceSetGpuLockedClocks(device, LOCKED_MHZ, LOCKED_MHZ)
-    except pynvml.NVMLError:
-        return "free"
-    atexit.register(pynvml.nvmlDeviceResetGpuLockedClocks, device)
-    return f"locked at {LOCKED_MHZ} MHz"
+    held = ExitStack()
+    atexit.register(held.close)
+    return held.enter_context(held_clock("cuda"))
 
 
 def _settings_text(machine: dict[str, Any]) -> str:

@@ -12,13 +12,13 @@ import torch
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.ir.joint_graph import JointGraph
+from memfit.measure.device import PRODUCT_GRAIN
 from memfit.measure.step import explained_errors, is_out_of_memory
 from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
 from memfit.runtime.compile.choice import CannotCapture
 from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
 from memfit.workload import Workload
 
-_EVEN = 8  # numbers of two bytes begin at places that CUDA's matrix products like
 # The first compiles; a module that fills a cache when it first runs is compiled in the second too.
 _MOST_FORWARDS = 3
 
@@ -141,7 +141,7 @@ class _Capture:
         layer = getattr(forward, "__self__", None)
         if self.compiled.executor != "inductor" or not isinstance(layer, torch.nn.Linear):
             return False
-        return layer.weight.is_cuda and any(size % _EVEN for size in layer.weight.shape)
+        return layer.weight.is_cuda and any(size % PRODUCT_GRAIN for size in layer.weight.shape)
 
     def give_up_changing(self) -> None:
         """Let the calls run as their modules do that every forward compiled."""

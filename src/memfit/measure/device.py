@@ -10,6 +10,9 @@ import torch
 from memfit.errors import UsageError
 from memfit.ir.profile import DeviceFacts
 
+# Matrix products on CUDA are several times slower where a size is no multiple of this.
+PRODUCT_GRAIN = 8
+
 
 def device_facts(device: torch.device) -> DeviceFacts:
     """Name, capacity and free memory of `device`, and the software around it."""

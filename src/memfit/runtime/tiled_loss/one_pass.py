@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from memfit.measure.device import PRODUCT_GRAIN
 from memfit.runtime.tiled_loss.softmax import (
     row_gradients_,
     row_losses_,
@@ -21,7 +22,6 @@ from memfit.runtime.tiled_loss.softmax import (
 )
 from memfit.runtime.tiled_loss.tiles import row_stride
 
-_EVEN = 8  # matrix products on CUDA are several times slower where a size is no multiple of it
 _ADDS_WIDE = (8, 0)  # CUDA devices from here on add products of half precision to a float32 sum
 
 
@@ -166,7 +166,7 @@ def _shown(logits: torch.Tensor, inputs: torch.Tensor, tiling: Tiling) -> torch.
 
 def _odd_columns(weight: torch.Tensor) -> int:
     """How many of the last columns of logits are computed apart."""
-    return len(weight) % _EVEN if weight.is_cuda else 0
+    return len(weight) % PRODUCT_GRAIN if weight.is_cuda else 0
 
 
 def _add_product_(
