@@ -294,14 +294,13 @@ class _Probe:
             state = RandomState.of([self.clock.device])
             norms = statistics_norms(self.modules[index])
             samples = []
-            for _ in range(PROBES):
-                with state.replayed(), scratch_statistics(norms):
-                    self.clock.settle()
-                    self.clock.occupy()
-                    start = self.clock.now()
+
+            def replayed() -> None:
+                with state.replayed():
                     forward(*args, **kwargs)
-                    stop = self.clock.now()
-                self.clock.settle()
-                samples.append(self.clock.seconds(start, stop))
+
+            for _ in range(PROBES):
+                with scratch_statistics(norms):
+                    samples.append(self.clock.seconds_behind(replayed))
             self.seconds[index] = statistics.median(samples)
         return forward(*args, **kwargs)

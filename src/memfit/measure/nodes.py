@@ -65,14 +65,14 @@ def measure_nodes(
     """Cost of each operator by name; `fused`: elementwise ones as if inductor fused them."""
     device = _device(args)
     seconds: dict[str, float] = {}
+    if fused:
+        rate = _bytes_per_second(device)
+        nodes = (n for half in (forward, backward) for n in half.graph.nodes if is_elementwise(n))
+        seconds = {n.name: FUSION_FACTOR * _bytes_moved(n) / rate for n in nodes}
     timer = _Timer(Clock(device), seconds)
     _run_both(forward, backward, args, num_outputs, timer.step)
     events = record(lambda: _run_both(forward, backward, args, num_outputs, _marked), device)
     workspace = _workspace(events)
-    if fused:
-        rate = _bytes_per_second(device)
-        nodes = (n for half in (forward, backward) for n in half.graph.nodes if is_elementwise(n))
-        seconds |= {n.name: FUSION_FACTOR * _bytes_moved(n) / rate for n in nodes}
     return {name: NodeCost(seconds[name], workspace.get(name, 0)) for name in seconds}
 
 
@@ -118,7 +118,7 @@ class _Steps(fx.Interpreter):
 
 
 class _Timer:
-    """Times each operator over several runs of it."""
+    """Times each operator whose seconds are not known over several runs of it."""
 
     def __init__(self, clock: Clock, seconds: dict[str, float]) -> None:
         self._clock, self._seconds = clock, seconds
@@ -126,6 +126,8 @@ class _Timer:
     def step(self, name: str, work: Callable[[], Any]) -> Any:
         """Run an operator, note its seconds and return its result."""
         result = work()
+        if name in self._seconds:
+            return result
         self._clock.settle()
         on_host = self._clock.device.type == "cpu"
         self._seconds[name] = self._median(work) if on_host else self._mean(work)
@@ -140,13 +142,11 @@ class _Timer:
         return statistics.median(times)
 
     def _mean(self, work: Callable[[], Any]) -> float:
-        self._clock.occupy()  # else a short kernel is timed with its launch
-        start = self._clock.now()
-        for _ in range(REPEATS):
-            work()
-        stop = self._clock.now()
-        self._clock.settle()
-        return self._clock.seconds(start, stop) / REPEATS
+        def repeated() -> None:
+            for _ in range(REPEATS):
+                work()
+
+        return self._clock.seconds_behind(repeated) / REPEATS
 
 
 def _marked(name: str, work: Callable[[], Any]) -> Any:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import fx
 
 from memfit.measure.allocations import Event
-from memfit.measure.nodes import FUSION_FACTOR, _workspace, is_elementwise, measure_nodes
+from memfit.measure.nodes import (
+    FUSION_FACTOR,
+    _bytes_per_second,
+    _Timer,
+    _workspace,
+    is_elementwise,
+    measure_nodes,
+)
 
 aten = torch.ops.aten
 
@@ -56,6 +63,20 @@ def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> No
     assert seconds["mul"] * 2 == pytest.approx(seconds["sin"] * 3)
     assert 0 < seconds["sin"] < FUSION_FACTOR * 2 * size / 1e8
     assert seconds["mm"] > 0
+
+
+def test_fused_elementwise_operators_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+    median = _Timer._median
+
+    def counted(timer: _Timer, work: Callable[[], object]) -> float:
+        timed.append(1)
+        return median(timer, work)
+
+    _bytes_per_second(torch.device("cpu"))
+    monkeypatch.setattr(_Timer, "_median", counted)
+    _measured(fused=True)
+    assert len(timed) == 1  # the matrix product
 
 
 def test_elementwise_means_pointwise_view_or_cast() -> None:

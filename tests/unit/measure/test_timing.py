@@ -81,3 +81,43 @@ def test_a_call_clock_reads_forward_replay_and_backward() -> None:
     assert read["replay"] == {1: pytest.approx(0.25)}
     assert list(read["backward"]) == [1, 0], "the last call's gradient arrives first"
     assert all(seconds >= 0 for seconds in read["backward"].values())
+
+
+def test_a_device_that_was_not_kept_busy_long_enough_is_kept_busy_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[int] = []
+
+    class Event:
+        """Reached by the device at once when it was kept busy but shortly."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.busy = slept[-1]
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return self.busy == slept[0]
+
+        def elapsed_time(self, stop: Event) -> float:
+            return stop.busy / 1e6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    works: list[int] = []
+    seconds = Clock(torch.device("cuda")).seconds_behind(lambda: works.append(1))
+    assert len(slept) == len(works) == 2
+    assert slept[1] > slept[0]
+    assert seconds == slept[1] / 1e9
+
+
+def test_on_the_cpu_work_is_timed_once() -> None:
+    works: list[int] = []
+
+    def work() -> None:
+        works.append(1)
+        time.sleep(0.01)
+
+    assert Clock(CPU).seconds_behind(work) >= 0.01
+    assert works == [1]
