@@ -1,17 +1,17 @@
-"""A plan with fewer variants where that costs next to nothing: each is compiled by itself.
+"""A plan with fewer variants, or such as ran already, where that costs next to nothing.
 
 The program is free to give every call of a kind its own variant, and often does for a thousandth of
-the step. Fused code takes seconds per variant to compile.
+the step. Fused code takes seconds per variant to compile; of what ran, memory is known besides.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 from memfit.planning import optimal
 from memfit.planning.acts import Pick
+from memfit.planning.placed import holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
 
@@ -33,23 +33,39 @@ def of_most_used(simulator: Simulator, request: Request, choice: Choice) -> list
     return [f for f in found if f is not None and simulator.step_seconds(f.acts) <= enough_s]
 
 
-def with_few_variants(
-    simulator: Simulator,
-    request: Request,
-    choice: Choice,
-    holds: Callable[[Choice], bool],
-    seconds: Callable[[Choice], float],
-) -> Choice:
+def with_few_variants(simulator: Simulator, request: Request, choice: Choice) -> Choice:
     """The choice made again of its most used variants, if that holds and is hardly slower."""
-    enough_s = (1 + WORTH) * seconds(choice)
+    enough_s = (1 + WORTH) * seconds(simulator, choice)
     assert request.budget is not None
     peak = simulator.peak_bytes(choice.acts)  # what the allocator is known to place
     placed = replace(request, budget=min(request.budget, peak))
     for only in _fewer(simulator, choice):
         again = _made_again(simulator, placed, choice, only)
-        if again is not None and holds(again) and seconds(again) <= enough_s:
+        if again is None or not holds(simulator, again, request.budget):
+            continue
+        if seconds(simulator, again) <= enough_s:
             return again
     return choice
+
+
+def with_measured_variants(simulator: Simulator, request: Request, choice: Choice) -> Choice | None:
+    """The choice made again of variants that ran already, placed; None where that does not hold."""
+    only: Variants = frozenset(
+        (graph, number)
+        for graph, menu in enumerate(simulator.menus)
+        for number, (variant, _) in enumerate(menu)
+        if variant.measured
+    )
+
+    def ask(request: Request) -> list[Choice]:
+        again = _made_again(simulator, request, choice, only)
+        return [] if again is None else [again]
+
+    found = ask(request)
+    if not found:
+        return None
+    again = tightened(simulator, ask, request, found)
+    return again if holds(simulator, again, request.budget) else None
 
 
 def _made_again(

@@ -12,7 +12,7 @@ from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
-from memfit.planning.few_variants import of_most_used, with_few_variants
+from memfit.planning.few_variants import of_most_used, with_few_variants, with_measured_variants
 from memfit.planning.placed import filled_up, held_bytes, holds, seconds, tightened
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request
@@ -99,7 +99,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
         choice = smallest if target is None else filled_up(simulator, smallest, target)
     if known is not None:
-        choice = _known_or(simulator, known, choice, target)
+        choice = _known_or(simulator, known, choice, _request(simulator, goal, target, limit_s))
     _check_host(simulator, goal, choice, budget)
     extra_s = seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
@@ -147,24 +147,24 @@ def _page(simulator: Simulator) -> int:
     return 0 if simulator.profile.allocator is None else LARGE_PAGE
 
 
-def _known_or(simulator: Simulator, known: Plan, found: Choice, target: int | None) -> Choice:
-    """The plan that ran, if it holds and what was found is hardly faster."""
-    acts = read_acts(simulator, known)
-    again = replace(found, acts=acts, trim=known.trim)
+def _known_or(simulator: Simulator, known: Plan, found: Choice, request: Request) -> Choice:
+    """The plan that ran, or one of variants that ran, if it holds and `found` is hardly faster."""
     enough_s = (1 + WORTH_A_CHANGE) * seconds(simulator, found)
-    return (
-        again
-        if holds(simulator, again, target) and seconds(simulator, again) <= enough_s
-        else found
-    )
+    again = replace(found, acts=read_acts(simulator, known), trim=known.trim)
+    if holds(simulator, again, request.budget) and seconds(simulator, again) <= enough_s:
+        return again
+    if request.budget is None or not _is_compiled(simulator, known.strategy):
+        return found
+    measured = with_measured_variants(simulator, request, found)
+    if measured is not None and seconds(simulator, measured) <= enough_s:
+        return measured
+    return found
 
 
 def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
     """Ask the strategy; where the allocator's placement matters for less, or to trim."""
     strategy = STRATEGIES[goal.strategy]
-    request = Request(target, limit_s, goal.interval, goal.time_limit_s, goal.host_bytes)
-    if simulator.profile.allocator is not None:  # there is more to do than to solve once
-        request = replace(request, time_limit_s=goal.time_limit_s / 2)
+    request = _request(simulator, goal, target, limit_s)
     first = strategy(simulator, request)
     if first is None or target is None:
         return first
@@ -177,6 +177,14 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
         if found is not None:
             return _compilable(simulator, request, found, goal.strategy)
     return first
+
+
+def _request(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Request:
+    """What is asked of a strategy."""
+    time_limit_s = goal.time_limit_s
+    if simulator.profile.allocator is not None:  # there is more to do than to solve once
+        time_limit_s /= 2
+    return Request(target, limit_s, goal.interval, time_limit_s, goal.host_bytes)
 
 
 def _placed(simulator: Simulator, request: Request, choice: Choice, strategy: str) -> Choice | None:
@@ -213,15 +221,14 @@ def _lean_ends(simulator: Simulator, request: Request) -> Iterator[tuple[Act, ..
 
 def _compilable(simulator: Simulator, request: Request, choice: Choice, strategy: str) -> Choice:
     """The choice, with few variants where each has to be compiled."""
-    if strategy != "optimal" or simulator.profile.executor != "inductor":
+    if not _is_compiled(simulator, strategy):
         return choice
-    return with_few_variants(
-        simulator,
-        request,
-        choice,
-        holds=lambda found: holds(simulator, found, request.budget),
-        seconds=lambda found: seconds(simulator, found),
-    )
+    return with_few_variants(simulator, request, choice)
+
+
+def _is_compiled(simulator: Simulator, strategy: str) -> bool:
+    """Whether the strategy's variants take seconds to compile, and others would do."""
+    return strategy == "optimal" and simulator.profile.executor == "inductor"
 
 
 @lru_cache(maxsize=4)
