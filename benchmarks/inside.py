@@ -23,7 +23,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from common import MIB, heading, load_report, save_report
+from common import MIB, add_command, heading, load_report, save_report
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -78,6 +78,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     report = load_report(arguments.output, "workloads")
+    add_command(report)
 
     def save() -> None:
         save_report(arguments.output, report, markdown(report))
