@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from memfit.measure.device import PRODUCT_GRAIN
 from memfit.runtime.tiled_loss.softmax import (
+    Run,
     row_gradients_,
     row_losses_,
-    run_rows,
+    row_runner,
     softmax_dtype,
 )
 from memfit.runtime.tiled_loss.tiles import row_stride
@@ -78,8 +79,11 @@ class Rows:
 
     def part(self, tile: slice, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Labels and weights of a tile, and zeros after them for `size` rows in all."""
-        spare = (0, 0, 0, size - (tile.stop - tile.start))
-        labels, weights = (F.pad(t[tile], spare) for t in (self.labels, self.weights))
+        labels, weights = self.labels[tile], self.weights[tile]
+        missing = size - len(labels)
+        if missing:
+            spare = (0, 0, 0, missing)
+            labels, weights = F.pad(labels, spare), F.pad(weights, spare)
         return labels, weights
 
 
@@ -116,13 +120,13 @@ def losses_only(hidden: torch.Tensor, head: Head, rows: Rows, tiling: Tiling) ->
     head = head.cast()
     logits = _logits_of_a_tile(hidden, head, tiling)
     losses = [hidden.new_empty((0, 1), dtype=softmax_dtype(head.dtype))]
-    for tile in _tiles(len(hidden), tiling):
-        inputs = hidden[tile].to(head.dtype)
-        head.write_logits(inputs, logits[: len(inputs)])
-        shown = _shown(logits, inputs, tiling)
-        labels, _ = rows.part(tile, len(shown))
-        found = run_rows(row_losses_, shown, labels, rows.smoothing, compiled=tiling.compiled)
-        losses.append(found[: len(inputs)])
+    with row_runner(tiling.compiled) as run:
+        for tile in _tiles(len(hidden), tiling):
+            inputs = hidden[tile].to(head.dtype)
+            head.write_logits(inputs, logits[: len(inputs)])
+            shown = _shown(logits, inputs, tiling)
+            labels, _ = rows.part(tile, len(shown))
+            losses.append(run(row_losses_, shown, labels, rows.smoothing)[: len(inputs)])
     return torch.cat(losses)
 
 
@@ -134,27 +138,26 @@ def losses_and_gradients(
     found = Gradients.empty(hidden, head, needed)
     logits = _logits_of_a_tile(hidden, head, tiling)
     losses = [hidden.new_empty((0, 1), dtype=softmax_dtype(head.dtype))]
-    for tile in _tiles(len(hidden), tiling):
-        inputs = hidden[tile].to(head.dtype)
-        some = logits[: len(inputs)]
-        head.write_logits(inputs, some)
-        differentiated = _differentiate_(_shown(logits, inputs, tiling), rows, tile, tiling)
-        losses.append(differentiated[: len(inputs)])
-        if found.hidden is not None:
-            head.write_hidden_gradient(some, found.hidden[tile])
-        if found.weight is not None:
-            head.add_weight_gradient(some, inputs, found.weight, logits.numel())
-        if found.bias is not None:
-            found.bias.add_(some.sum(0, dtype=found.bias.dtype))
+    with row_runner(tiling.compiled) as run:
+        for tile in _tiles(len(hidden), tiling):
+            inputs = hidden[tile].to(head.dtype)
+            some = logits[: len(inputs)]
+            head.write_logits(inputs, some)
+            differentiated = _differentiate_(run, _shown(logits, inputs, tiling), rows, tile)
+            losses.append(differentiated[: len(inputs)])
+            if found.hidden is not None:
+                head.write_hidden_gradient(some, found.hidden[tile])
+            if found.weight is not None:
+                head.add_weight_gradient(some, inputs, found.weight, logits.numel())
+            if found.bias is not None:
+                found.bias.add_(some.sum(0, dtype=found.bias.dtype))
     return torch.cat(losses), found
 
 
-def _differentiate_(logits: torch.Tensor, rows: Rows, tile: slice, tiling: Tiling) -> torch.Tensor:
+def _differentiate_(run: Run, logits: torch.Tensor, rows: Rows, tile: slice) -> torch.Tensor:
     """Turn the logits of a tile into their gradient; return the losses of its rows."""
     labels, weights = rows.part(tile, len(logits))
-    losses, at_label = run_rows(
-        row_gradients_, logits, labels, weights, rows.smoothing, compiled=tiling.compiled
-    )
+    losses, at_label = run(row_gradients_, logits, labels, weights, rows.smoothing)
     logits.scatter_(1, labels, at_label.to(logits.dtype))
     return losses
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-Result = TypeVar("Result")
+Run = Callable[..., Any]  # a function of rows, then its inputs
 
 _UNLIMITED = 1_000_000
 # Past its limits dynamo runs code eagerly without a word; here only errors stop it.
@@ -45,18 +46,23 @@ def row_gradients_(
     return losses, weights * (at_label.exp() / total - (1 - smoothing) - spread)
 
 
-def run_rows(function: Callable[..., Result], *inputs: Any, compiled: bool) -> Result:
-    """Run one of the functions above as it is, or compiled for each shape it meets."""
+@contextmanager
+def row_runner(compiled: bool) -> Iterator[Run]:
+    """Runs the functions above as they are, or compiled for each shape they meet.
+
+    Entered once for many tiles: settings of dynamo take the host longer to set than a kernel.
+    """
     if not compiled:
-        return function(*inputs)
+        yield lambda function, *inputs: function(*inputs)
+        return
     from torch._dynamo import config  # loads dynamo, which takes seconds
 
     with config.patch(_DYNAMO_SETTINGS):
-        return _compiled(function)(*inputs)
+        yield lambda function, *inputs: _compiled(function)(*inputs)
 
 
 @cache
-def _compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
