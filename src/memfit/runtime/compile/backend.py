@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -280,26 +280,28 @@ class _Compilation:
 
 
 class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
-    """The cut of one compilation for inductor, which copies it: it holds no tensor itself."""
-
-    _compilations: ClassVar[dict[int, _Compilation]] = {}
-    _numbers = itertools.count()
+    """The cut of one compilation for inductor, whose settings it is a part of."""
 
     def __init__(self, compilation: _Compilation) -> None:
-        self.number = next(self._numbers)
-        self.choice = compilation.choice
-        self._compilations[self.number] = compilation
+        self._compilation: _Compilation | None = compilation
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-        return self._compilations[self.number].cut(gm, joint_inputs, **options)
+        assert self._compilation is not None, "a cut that was forgotten"
+        return self._compilation.cut(gm, joint_inputs, **options)
 
     def uuid(self) -> Any:
-        """What the cut depends on, for inductor's cache of compiled code."""
-        return ("memfit", "waits before reading back", self.choice)
+        """What compiled code depends on beside its own graph, for inductor's cache of code."""
+        return ("memfit", "waits before reading back")
+
+    def __deepcopy__(self, memo: Any) -> _Partitioner:
+        return self  # inductor copies its settings; a compilation is not to be copied
+
+    def __getstate__(self) -> Any:
+        return self.uuid()  # the cache's key is a hash of the settings' pickle as well
 
     def forget(self) -> None:
-        """Let go of the compilation."""
-        del self._compilations[self.number]
+        """Let go of the compilation, whoever holds a copy of the settings."""
+        self._compilation = None
 
 
 def _as_traced(module: fx.GraphModule, inputs: list[Any], compilation: _Compilation) -> Any:
