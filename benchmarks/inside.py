@@ -4,8 +4,8 @@
 
 Each workload is fitted at static + 80, 60, 50 and 40 % of (peak - static) of the unplanned step
 (and at --budgets): run under the hard cap, numbers compared. With --setup, techniques of the loss
-and the optimizer are at work at the --setup-budgets. Then every system is timed in turn, in one
-run, with the first one twice (A/A).
+and the optimizer are at work at the --setup-budgets. With --match, plans are also made for the live
+peak of every peer. Then every system is timed in turn, in one run, with the first one twice (A/A).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,6 +29,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError, MemfitError
 from memfit.fitted import Fitted
 from memfit.ir.codec import to_data
@@ -36,6 +38,7 @@ from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.measure.timing import Inside, time_interleaved
+from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import STEP
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import replaced_forward
@@ -45,6 +48,7 @@ from memfit.whole_step import setup_of, tile_for
 
 BEGUN = time.perf_counter()
 SHARES = (0.8, 0.6, 0.5, 0.4)
+LESSONS = 2  # plans that are run to learn about their variants
 WORKLOADS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "gpt2-large@8x1024 bf16": (
         "transformers:gpt2-large",
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--whole", nargs="*", type=float, default=[], metavar="BUDGET")
     parser.add_argument("--block", nargs="*", type=float, default=[0.5, 0.2, 0.05])
     parser.add_argument("--fits-only", action="store_true", help="budgets, without the systems")
+    parser.add_argument("--match", action="store_true", help="plans at each peer's peak, too")
     parser.add_argument("--no-whole", action="store_true", help="no whole-model torch.compile")
     parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
     parser.add_argument("--budgets", nargs="*", type=float, metavar="GB", help="of 10^9 bytes")
@@ -105,6 +110,7 @@ class Comparison:
         self.workload = resolve_target(target, device="cuda", **options)
         self.systems: dict[str, Step] = {}
         self.setup: Setup | None = None
+        self.learned: Profile | None = None  # with what the fits without a set-up learned
 
     def run(self) -> None:
         """Fit, build the peers, then time everything in turn."""
@@ -133,6 +139,9 @@ class Comparison:
             self._add_memfit(plans)
             self._add_peers(blocks)
             peaks = {name: self._peak(name, step) for name, step in list(self.systems.items())}
+        matches = self._matches(self.learned or profile, peaks) if self.arguments.match else []
+        with untouched(self.workload):
+            peaks |= {name: self._peak(name, self.systems[name]) for name in matches}
             works = {name: self.systems[name] for name, peak in peaks.items() if peak is not None}
             first = next(iter(works))
             works[f"{first} again"] = works[first]
@@ -179,6 +188,8 @@ class Comparison:
             fitted.undo()
             plans[key] = fitted.plan
             profile = fitted.profile  # what one fit learned about its variants helps the next
+            if not fitted.plan.setup:
+                self.learned = profile
             seconds = time.perf_counter() - begun
             self.rows["fits"][key] = {"fit_s": seconds, **_fit_row(fitted)}
             self.save()
@@ -209,6 +220,34 @@ class Comparison:
             for budget in (1.0, *self.arguments.whole):
                 text = "" if budget == 1.0 else f", budget {budget:g}"
                 self.systems[f"torch.compile{text}"] = self._whole(budget)
+
+    def _matches(self, profile: Profile, peaks: dict[str, Any]) -> list[str]:
+        """Add a plan of recompute at each peer's own peak; return their names."""
+        live = replace(profile, allocator=None)  # equal live bytes, as the peers are counted
+        assert profile.baseline is not None
+        names = []
+        for peer, seen in peaks.items():
+            if peer.startswith("memfit") or seen is None:
+                continue
+            if seen["peak_bytes"] >= profile.baseline.peak_bytes:
+                continue
+            name = f"memfit at the peak of: {peer}"
+            _say(f"{self.name}: planning {name}")
+            goal = Goal(budget_bytes=seen["peak_bytes"])
+            try:
+                plan = make_plan(live, goal)
+                for _ in range(LESSONS):
+                    learned = learn_variants(self.workload, live, plan)
+                    if learned is None:
+                        break
+                    live, plan = learned, make_plan(learned, goal, known=plan)
+            except InfeasibleError as refusal:
+                self.rows["systems"][name] = {"error": refusal.message[:200]}
+                continue
+            applied = Applied(plan, self.workload.model)
+            self.systems[name] = self._inside(lambda applied=applied: applied)
+            names.append(name)
+        return names
 
     def _peak(self, name: str, step: Step) -> dict[str, Any] | None:
         """Compile and warm up, then the peak of two steps; None when it cannot run."""
