@@ -3,7 +3,8 @@
 In a chain the backward goes through the calls in reverse. What a call holds waits from its forward
 to its backward, and to the others only its bytes matter. So of two choices for all calls up to one
 the choice that holds no more and takes no longer is the better one, whatever follows: all there is
-to remember is the fewest bytes for every number of seconds. Filling a table of these, call by call,
+to remember is the fewest bytes for every number of seconds (and which of the blocks that tie calls
+together are held: `ties`). Filling a table of these, call by call,
 takes the same short time for every budget, where a branching solver tries calls that are alike in
 all orders. Limits: seconds count in whole units, `UNITS` for what a good choice adds; they are
 rounded down, so a choice is above what is proven by at most one unit per decision. Where the host
@@ -15,24 +16,43 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
 from memfit.planning.acts import Act, Ints, Pick, calls_of
 from memfit.planning.rows import Row
+from memfit.planning.ties import Reading, Ties
 
 COARSE_UNITS, UNITS = 1_000, 25_000
+TIED_UNITS = 8_000  # where ties make for several tables
 MAX_WEIGHTS = 8
 _NEVER = 2**60  # bytes of a choice that cannot be made
 
 _Numbers = list[list[int]]
+_Table = list[dict[int, Ints]]
+
+
+class _Way(NamedTuple):
+    """A decision about the calls up to `call`: from entries `before`, those from `begin` on.
+
+    It leads to `mask`, takes so many units and holds so many bytes more.
+    """
+
+    call: int
+    mask: int
+    before: Ints
+    begin: int
+    units: int
+    held: int
 
 
 class Chain:
     """What the rows of a step ask of each act, beside the bytes that the calls before it hold.
 
     `waiting` is the row of a position where all calls wait for their backward: its coefficients are
-    what acts hold. Held bytes are counted above those of keeping every call.
+    what acts hold. Held bytes are counted above those of keeping every call, blocks that tie calls
+    together (`ties`) by themselves.
     """
 
     def __init__(
@@ -46,46 +66,68 @@ class Chain:
         negligible_bytes: int = 0,
     ) -> None:
         self.calls, self.acts = calls, acts
-        self.negligible_bytes = negligible_bytes
-        self.unbroken = True  # whether every row so far is that of a chain
         self._device_s, self._host_s = np.array(device_s), np.array(host_s)
         self._host_slack_s = host_slack_s
-        self._first = np.array([calls_of(act)[0] for act in acts], dtype=np.int64)
-        self._last = np.array([calls_of(act)[-1] for act in acts], dtype=np.int64)
+        first, last = [calls_of(act)[0] for act in acts], [calls_of(act)[-1] for act in acts]
+        self._first, self._last = np.array(first, np.int64), np.array(last, np.int64)
         self._ending: _Numbers = [[] for _ in range(calls)]
-        for number, last in enumerate(self._last):
-            self._ending[last].append(number)
-        self._held = waiting.coefficients
+        for number, end in enumerate(last):
+            self._ending[end].append(number)
+        ties = self._ties = Ties(first, last, calls, waiting, negligible_bytes)
+        reading = ties.read(waiting)
+        self.unbroken = ties.few and reading is not None  # whether all rows are those of a chain
+        if reading is None or not ties.few:
+            return
+        self._held = reading.coefficients
+        # By the mask before: the mask after, and bytes more held.
+        changes = [ties.act_change(act) for act in range(len(acts))]
+        self._act_mask = _stacked([c.mask for c in changes], ties.masks)
+        self._act_held = self._held[:, None] + _stacked([c.bytes for c in changes], ties.masks)
+        changes = [ties.kept_change(call) for call in range(calls)]
+        self._kept_mask = _stacked([c.mask for c in changes], ties.masks)
+        self._kept_held = _stacked([c.bytes for c in changes], ties.masks)
         # The most that a row counts beside what is held by the calls before: where an act is at
         # work, where a call that is kept is, and between two calls.
-        self._with_act: Ints = np.zeros(len(acts), dtype=np.int64)
-        self._with_kept: Ints = np.zeros(calls, dtype=np.int64)
-        self._between: Ints = np.zeros(calls + 1, dtype=np.int64)
+        self._with_act = np.zeros((len(acts), ties.masks), dtype=np.int64)
+        self._with_kept = np.zeros((calls, ties.masks), dtype=np.int64)
+        self._between = np.zeros((calls + 1, ties.masks), dtype=np.int64)
         self.add(waiting)
 
     def add(self, row: Row) -> None:
-        """Heed one more row.
-
-        Blocks that several calls may hold count as held where they are `negligible_bytes`; larger
-        ones tie choices together that must be free of each other here.
-        """
-        shared = sum(row.shared.values())
-        constant = row.constant + shared
-        other, counted = row.coefficients != self._held, row.coefficients != 0
-        # Acts on calls before `start` wait; those on calls from `stop` on do nothing here.
-        start = int(self._last[other].min()) if other.any() else self.calls
-        stop = int(self._first[counted].max()) + 1 if counted.any() else 0
-        if stop - start > 1 or shared > self.negligible_bytes:
+        """Heed one more row."""
+        reading = self._ties.read(row) if self.unbroken else None
+        if reading is None:
             self.unbroken = False
             return
+        start, stop = self._at_work(reading)
+        place = start if start < stop else stop
+        if stop - start > 1 or self._ties.unlike(reading.there, place):
+            self.unbroken = False
+            return
+        constant, there, ties = reading.constant, reading.there, self._ties
         if start < stop:
-            self._with_kept[start] = max(self._with_kept[start], constant)
+            here = constant + ties.with_kept(there, start)
+            self._with_kept[start] = np.maximum(self._with_kept[start], here)
             touching = (self._first <= start) & (start <= self._last)
         else:
-            self._between[stop] = max(self._between[stop], constant)
+            here = constant + ties.between(there, stop)
+            self._between[stop] = np.maximum(self._between[stop], here)
             touching = (self._first < stop) & (stop <= self._last)
-        most = np.maximum(self._with_act, constant + row.coefficients)
-        self._with_act = np.where(touching, most, self._with_act)
+        for act in np.flatnonzero(touching).tolist():
+            here = constant + reading.coefficients[act] + ties.with_act(there, act)
+            self._with_act[act] = np.maximum(self._with_act[act], here)
+
+    def _at_work(self, reading: Reading) -> tuple[int, int]:
+        """Calls before the first number wait; those from the second on do nothing in the row."""
+        other, counted = reading.coefficients != self._held, reading.coefficients != 0
+        start = int(self._last[other].min()) if other.any() else self.calls
+        stop = int(self._first[counted].max()) + 1 if counted.any() else 0
+        for block, cliques in reading.there.items():
+            waiting = self._ties.ties[block].cliques
+            stop = max(stop, *(call + 1 for call in cliques))
+            unlike = (c for c in {*waiting, *cliques} if waiting.get(c) != cliques.get(c))
+            start = min([start, *unlike])
+        return start, stop
 
     def fastest(
         self, budget: int, barred: Collection[int] = ()
@@ -127,11 +169,11 @@ class Chain:
         most_s = self._most_seconds(seconds)
         numbers: list[int] = []
         least_s = 0.0
-        for size in (COARSE_UNITS, UNITS):
+        for size in (COARSE_UNITS, UNITS if self._ties.masks == 1 else TIED_UNITS):
             unit_s = max(most_s, 1e-12) / size
             units = (seconds / unit_s).astype(np.int64)
             table = self._table(budget, units, size, ending)
-            spent = _first_within(table[-1], _NEVER - 1)
+            spent = _first_within(table[-1][0], _NEVER - 1) if table[-1] else size + 1
             if spent > size:
                 return None
             numbers = list(self._traced(table, units, ending, spent, budget))[::-1]
@@ -147,25 +189,51 @@ class Chain:
             dearest[call] = each[covering].max(initial=0.0)
         return float(dearest.sum())
 
-    def _table(self, budget: int, units: Ints, size: int, ending: _Numbers) -> list[Ints]:
-        """Before every call and at the end, the fewest bytes held for every number of units."""
-        table = [_within(np.zeros(size + 1, dtype=np.int64), budget - self._between[0])]
-        for call in range(self.calls):
-            least = np.full(size + 1, _NEVER, dtype=np.int64)
-            begin = _first_within(table[call], budget - self._with_kept[call])
-            least[begin:] = table[call][begin:]
-            for act in ending[call]:
-                before = table[self._first[act]]
-                begin = _first_within(before, budget - self._with_act[act])
-                after = least[begin + units[act] :]
-                np.minimum(after, before[begin : begin + len(after)] + self._held[act], out=after)
-            table.append(_within(least, budget - self._between[call + 1]))
+    def _table(self, budget: int, units: Ints, size: int, ending: _Numbers) -> _Table:
+        """Before every call and at the end, by mask, the fewest bytes held for so many units."""
+        allowed = np.array([act for acts in ending for act in acts], dtype=np.int64)
+        coming: list[list[_Way]] = [[] for _ in range(self.calls)]
+        entries: dict[int, Ints] = {0: np.zeros(size + 1, dtype=np.int64)}
+        table: _Table = []
+        for place in range(self.calls + 1):
+            for mask, held in entries.items():
+                _within(held, budget - self._between[place, mask])
+            table.append(entries)
+            if place == self.calls:
+                break
+            starting = allowed[self._first[allowed] == place]
+            for mask, before in entries.items():
+                for way in self._ways(place, mask, before, starting, budget, units):
+                    if way.begin + way.units <= size:
+                        coming[way.call].append(way)
+            entries = {}
+            for way in coming[place]:
+                if way.mask not in entries:
+                    entries[way.mask] = np.full(size + 1, _NEVER, dtype=np.int64)
+                after = entries[way.mask][way.begin + way.units :]
+                reached = way.before[way.begin : way.begin + len(after)] + way.held
+                np.minimum(after, reached, out=after)
         return table
+
+    def _ways(
+        self, place: int, mask: int, before: Ints, acts: Ints, budget: int, units: Ints
+    ) -> Iterator[_Way]:
+        """Where the entries of one mask lead: the next call is kept, or one of the acts follows."""
+        limits = budget - np.append(self._with_act[acts, mask], self._with_kept[place, mask])
+        begins = (len(before) - np.searchsorted(before[::-1], limits, side="right")).tolist()
+        kept = begins.pop()
+        change = int(self._kept_mask[place, mask]), int(self._kept_held[place, mask])
+        yield _Way(place, change[0], before, kept, 0, change[1])
+        columns = self._last, self._act_mask[:, mask], units, self._act_held[:, mask]
+        of_acts = zip(*(column[acts].tolist() for column in columns), strict=True)
+        for begin, (call, after, spent, held) in zip(begins, of_acts, strict=True):
+            yield _Way(call, after, before, begin, spent, held)
 
     def lowest_budget(self, barred: Collection[int] = ()) -> int:
         """The smallest budget that some acts fit into."""
         ending = self._allowed(barred)
-        low, high = 0, int(max(self._with_kept.max(initial=0), self._between.max()))
+        kept = sum(tie.bytes for tie in self._ties.ties.values())
+        low, high = 0, int(max(self._with_kept.max(initial=0), self._between.max())) + kept
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(middle, ending) else (middle, high)
@@ -177,43 +245,57 @@ class Chain:
 
     def _fits(self, budget: int, ending: _Numbers) -> bool:
         """Whether any acts stay under a budget: with no regard to seconds, the leanest ones do."""
-        least = np.full(self.calls + 1, _NEVER, dtype=np.int64)
-        least[0] = 0 if self._between[0] <= budget else _NEVER
+        least = np.full((self.calls + 1, self._ties.masks), _NEVER, dtype=np.int64)
+        least[0, 0] = 0 if self._between[0, 0] <= budget else _NEVER
         for call, numbers in enumerate(ending):
-            if least[call] + self._with_kept[call] <= budget:
-                least[call + 1] = least[call]
+            before, after = least[call], least[call + 1]
+            fitting = before + self._with_kept[call] <= budget
+            held = (before + self._kept_held[call])[fitting]
+            np.minimum.at(after, self._kept_mask[call][fitting], held)
             acts = np.array(numbers, dtype=np.int64)
             before = least[self._first[acts]]
             fitting = before + self._with_act[acts] <= budget
-            held = (before + self._held[acts])[fitting].min(initial=least[call + 1])
-            least[call + 1] = held if held + self._between[call + 1] <= budget else _NEVER
-        return bool(least[-1] < _NEVER)
+            held = (before + self._act_held[acts])[fitting]
+            np.minimum.at(after, self._act_mask[acts][fitting], held)
+            after[after + self._between[call + 1] > budget] = _NEVER
+        return bool(least[-1, 0] < _NEVER)
 
     def _traced(
-        self, table: Sequence[Ints], units: Ints, ending: _Numbers, spent: int, budget: int
+        self, table: _Table, units: Ints, ending: _Numbers, spent: int, budget: int
     ) -> Iterator[int]:
         """Numbers of the acts behind an entry of the last column, the last ones first.
 
         Of equal ways those with the variant chosen before: fewer different ones serve better.
         """
-        stop, variant = self.calls, 0
+        stop, mask, variant = self.calls, 0, 0
         while stop:
-            call, held = stop - 1, table[stop][spent]
-            acts = np.array(ending[call], dtype=np.int64)
-            acts = acts[units[acts] <= spent]
-            before = np.array(
-                [table[self._first[a]][spent - units[a]] for a in acts], dtype=np.int64
+            call, held = stop - 1, table[stop][mask][spent]
+            ways = {
+                act: before
+                for act in ending[call]
+                for before, entries in table[self._first[act]].items()
+                if units[act] <= spent
+                and self._act_mask[act, before] == mask
+                and entries[spent - units[act]] + self._act_held[act, before] == held
+                and entries[spent - units[act]] + self._with_act[act, before] <= budget
+            }
+            kept = next(
+                (
+                    before
+                    for before, entries in table[call].items()
+                    if self._kept_mask[call, before] == mask
+                    and entries[spent] + self._kept_held[call, before] == held
+                    and entries[spent] + self._with_kept[call, before] <= budget
+                ),
+                None,
             )
-            same = (before + self._held[acts] == held) & (before + self._with_act[acts] <= budget)
-            ways = acts[same].tolist()
-            kept = table[call][spent] == held and held + self._with_kept[call] <= budget
             act = next((a for a in ways if _variant(self.acts[a]) == variant), None)
-            if kept and (variant == 0 or act is None):
-                stop, variant = call, 0
+            if kept is not None and (variant == 0 or act is None):
+                stop, mask, variant = call, kept, 0
                 continue
-            act = ways[0] if act is None else act
+            act = next(iter(ways)) if act is None else act
             yield act
-            stop, spent = int(self._first[act]), spent - int(units[act])
+            stop, mask, spent = int(self._first[act]), ways[act], spent - int(units[act])
             variant = _variant(self.acts[act])
 
 
@@ -235,6 +317,10 @@ def _next_weight(lines: Sequence[tuple[float, float]]) -> float | None:
 def _variant(act: Act) -> int:
     """The number of a pick's variant; -1 for other acts."""
     return act.variant if isinstance(act, Pick) else -1
+
+
+def _stacked(rows: Sequence[Ints], width: int) -> Ints:
+    return np.array(rows, dtype=np.int64).reshape(-1, width)
 
 
 def _first_within(least: Ints, limit: int) -> int:

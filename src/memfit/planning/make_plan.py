@@ -24,6 +24,7 @@ from memfit.units import format_bytes
 
 # Times the lowest peak: budgets to look for choices that the allocator places well.
 ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
+QUICK_ROOMS = (1.02, 1.05, 1.07, 1.14)  # as well, where each takes next to no time
 MINIMUM_S = 2.0  # to look for the smallest budget
 NEAR = 0.003  # of the bound: nearer than this no other way to a plan is tried
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
@@ -252,7 +253,9 @@ def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -
         lowest = optimal.smallest(simulator, time_limit_s=limit_s, host_bytes=host_bytes)
         candidates += [] if lowest is None else [lowest.acts]
         low = min(simulator.peak_bytes(acts) for acts in candidates)
-        for room in (ROOMS if thorough else ROOMS[:1]) if placed else ():
+        rooms = list(ROOMS if thorough else ROOMS[:1])
+        rooms += QUICK_ROOMS if thorough and optimal.is_quick(simulator) else ()
+        for room in rooms if placed else ():
             budget = int(room * low)
             roomier = optimal.fastest(
                 simulator, budget, time_limit_s=limit_s, host_bytes=host_bytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -43,21 +44,20 @@ def reserved_bytes(simulator: Simulator, acts: Sequence[Act], trim: bool = False
     places: dict[Key, tuple[_Segment, int]] = {}
     highest = 0
     for key, size in allocation_sequence(simulator, acts):
-        if key == MODEL_ENDS:
-            if trim:
-                small.trim()
-                large.trim()
-        elif size > 0:
+        if size > 0:
             segment = small if size <= SMALL_REQUEST else large
             assert key not in places, f"{key} is there already"
-            before = small.mapped + large.mapped
+            before = segment.mapped
             places[key] = (segment, segment.take(size))
-            after = small.mapped + large.mapped
-            if after > before:
-                highest = max(highest, after, before + _asked_for(size))
+            if (more := segment.mapped - before) > 0:
+                after = small.mapped + large.mapped
+                highest = max(highest, after, after - more + _asked_for(size))
         elif size < 0:
             segment, address = places.pop(key)
             segment.give(address, -size)
+        elif trim and key == MODEL_ENDS:
+            small.trim()
+            large.trim()
     return start.reserved_bytes + highest
 
 
@@ -72,30 +72,29 @@ def allocation_sequence(simulator: Simulator, acts: Sequence[Act]) -> Iterator[t
     """The step's allocations (positive bytes) and frees (negative) in order, acts included."""
     sim = simulator
     length = sim.graph.length
-    death = sim.deaths(acts)
     passes = [part for act in acts if isinstance(act, Pick) for part in _passes(sim, act)]
     placed = {block for part in passes for block in part.blocks.values()}
     # At one position frees come before acts, acts before allocations. What comes back is there
     # before the backward that it was brought for, or that it is brought beside.
     moments: list[tuple[int, float, Key, int]] = [(sim.graph.model_end, 3, MODEL_ENDS, 0)]
-    for block in range(len(sim.bytes)):
-        size = int(sim.bytes[block])
-        if death[block] <= sim.birth[block]:
+    spans = (sim.birth.tolist(), sim.deaths(acts).tolist(), sim.bytes.tolist())
+    for block, (birth, death, size) in enumerate(zip(*spans, strict=True)):
+        if death <= birth:
             continue  # never made
         if block not in placed:
-            moments.append((int(sim.birth[block]), 2, (block, -1), size))
-        if death[block] < length:
-            moments.append((int(death[block]), 0, (block, -1), -size))
-    inside: dict[Key, Iterator[tuple[Key, int]]] = {}
+            moments.append((birth, 2, (block, -1), size))
+        if death < length:
+            moments.append((death, 0, (block, -1), -size))
+    inside: dict[Key, Sequence[tuple[Key, int]]] = {}
     for number, part in enumerate(passes):
-        inside["pass", number] = part.sequence()
+        inside["pass", number] = part.sequence
         moments.append((part.position, 1, ("pass", number), 0))
     moments += _copied(sim, acts)
     for act in acts:
         effect = sim.effect(act)
         if not isinstance(act, tuple) or not effect.inside:
             continue  # nothing is replayed
-        inside["run", act[0]] = _replayed(sim, act, set(effect.blocks.tolist()))
+        inside["run", act[0]] = _replayed(sim, act)
         moments.append((effect.need, 1, ("run", act[0]), 0))
         for block, release in zip(effect.blocks, effect.releases, strict=True):
             moments.append((int(release), 0, (int(block), act[0]), -int(sim.bytes[block])))
@@ -176,7 +175,8 @@ class _Pass:
                     waiting.remove(found)
                     self.blocks[number] = found[0]
 
-    def sequence(self) -> Iterator[tuple[Key, int]]:
+    @cached_property
+    def sequence(self) -> Sequence[tuple[Key, int]]:
         """Allocations and frees in the order of the pass."""
         moments: list[tuple[int, int, Key, int]] = []
         for number, span in enumerate(self.spans):
@@ -194,11 +194,11 @@ class _Pass:
             if span.death >= 0:
                 moments.append((span.death, 0, key, -span.bytes))
         moments.sort(key=lambda m: (m[0], m[1]))
-        for _, _, key, size in moments:
-            yield key, size
+        return [(key, size) for _, _, key, size in moments]
 
 
-def _passes(sim: Simulator, pick: Pick) -> list[_Pass]:
+@lru_cache(maxsize=4096)
+def _passes(sim: Simulator, pick: Pick) -> tuple[_Pass, _Pass]:
     call, variant = sim.graph.calls[pick.call], sim.variant(pick)
     own = set(_own_storages(variant))
     made = (sim.call == call.index) & (sim.death > call.exit)
@@ -207,26 +207,32 @@ def _passes(sim: Simulator, pick: Pick) -> list[_Pass]:
     def sizes(blocks: Ints) -> list[tuple[int, int]]:
         return [(int(b), int(sim.bytes[b])) for b in np.flatnonzero(blocks)]
 
-    return [
+    return (
         _Pass(pick.call, call.enter, variant.forward, own, sizes(made)),
         _Pass(pick.call, call.need, variant.backward, own, sizes(left)),
-    ]
+    )
 
 
-def _replayed(sim: Simulator, run: Run, survivors: set[int]) -> Iterator[tuple[Key, int]]:
+@lru_cache(maxsize=4096)
+def _replayed(sim: Simulator, run: Run) -> Sequence[tuple[Key, int]]:
+    """Allocations and frees of a replay in their order."""
+    survivors = set(sim.effect(run).blocks.tolist())
     calls = sim.graph.calls[run[0] : run[1] + 1]
     stop = max(c.stop for c in calls)
     own = np.flatnonzero((sim.call >= run[0]) & (sim.call <= run[1]) & (sim.birth <= stop))
     mine = set(own.tolist())
+    found: list[tuple[Key, int]] = []
     for block in sorted(survivors - mine):
-        yield (block, run[0]), int(sim.bytes[block])
+        found.append(((block, run[0]), int(sim.bytes[block])))
     moments = []
     for block in own.tolist():
         moments.append((int(sim.birth[block]), 1, block))
         if block not in survivors:
             moments.append((min(int(sim.death[block]), stop + 1), 0, block))
     for _, made, block in sorted(moments):
-        yield (block, run[0]), int(sim.bytes[block]) if made else -int(sim.bytes[block])
+        size = int(sim.bytes[block])
+        found.append(((block, run[0]), size if made else -size))
+    return found
 
 
 class _Segment:
@@ -255,23 +261,23 @@ class _Segment:
         """Place `size` bytes and return their address."""
         at = bisect_left(self._free, (size, -(2**62)))
         if at < len(self._free):
-            found, address = self._best(at)
-            self._remove(address)
+            found, address = self._free.pop(self._best(at))
+            del self._size_at[address]
+            del self._start_of[address + found]
         else:
             address, found = self._map(size)
         if found > size:
             self._add(address + size, found - size)
         return address
 
-    def _best(self, at: int) -> tuple[int, int]:
+    def _best(self, at: int) -> int:
         """From the smallest block that fits on: a block counts with the room it could grow by."""
-        found = self._free[at]
-        room = self._room(found)
-        for larger in self._free[at + 1 :]:
-            if (more := self._room(larger)) >= room:
+        best, room = at, self._room(self._free[at])
+        for larger in range(at + 1, len(self._free)):
+            if (more := self._room(self._free[larger])) >= room:
                 break
-            found, room = larger, more
-        return found
+            best, room = larger, more
+        return best
 
     def _room(self, block: tuple[int, int]) -> int:
         size, address = block

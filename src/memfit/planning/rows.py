@@ -8,9 +8,11 @@ position has variables of its own (see `lanes`); acts count here as if copies to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +33,30 @@ class Clique:
 Holders = frozenset[Clique]
 
 
+class Held(NamedTuple):
+    """A block that the running code has dropped, and who may hold it.
+
+    It had it until the forward of call `last`, that included.
+    """
+
+    bytes: int
+    holders: Holders
+    last: int
+
+
 @dataclass
 class Row:
-    """constant + coefficients . acts + sum of bytes over held blocks, at a position."""
+    """constant + coefficients . acts + sum of bytes over shared blocks, at a position.
+
+    `held` are, by number, the blocks that several calls may hold somewhere in the step. Where only
+    one may hold a block, its bytes are in the constant and the coefficients.
+    """
 
     position: int
     constant: int
     coefficients: Ints
     shared: dict[Holders, int]
+    held: dict[int, Held]
 
 
 class MemoryRows:
@@ -58,6 +76,8 @@ class MemoryRows:
         for block in graph.blocks:
             holders = {h.call for h in block.holds}
             self._shared[block.id] = block.id in arguments or bool(holders - {block.call})
+        enters = [call.enter for call in graph.calls]
+        self._last = np.searchsorted(enters, simulator.death, side="left") - 1
         self._collect()
         self.at = lru_cache(maxsize=None)(self._at)
 
@@ -98,7 +118,7 @@ class MemoryRows:
             self._absent.append((call.need, call.finish, backward, numbers))
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 4)
         self._replayed = np.array(replayed, dtype=np.int64).reshape(-1, 4)
-        self._held = np.array(held, dtype=np.int64).reshape(-1, 4)
+        self._holding = _Holding(held)
 
     def _back_from(self) -> dict[int, int]:
         """Where each moved block may be wanted first: by the last of the calls that move it."""
@@ -139,8 +159,10 @@ class MemoryRows:
                 coefficients[numbers] -= int(sim.bytes[blocks[flowing[blocks]]].sum())
 
         shared: dict[Holders, int] = {}
+        known: dict[int, Held] = {}
         for block_id, holders in self._holders(position, active, waiting).items():
             size_of = int(sim.bytes[block_id])
+            known[block_id] = Held(size_of, holders, int(self._last[block_id]))
             if len(holders) > 1:
                 shared[holders] = shared.get(holders, 0) + size_of
                 continue
@@ -149,7 +171,7 @@ class MemoryRows:
                 constant += size_of
                 coefficients[self._about[only.call]] -= size_of
             coefficients[list(only.acts)] += size_of
-        return Row(position, constant, coefficients, shared)
+        return Row(position, constant, coefficients, shared, known)
 
     def insides(self) -> list[Row]:
         """The worst moments inside acts: one row per position where such moments lie.
@@ -166,22 +188,50 @@ class MemoryRows:
             coefficients = row.coefficients.copy()
             for number, inside in inside_of.items():
                 coefficients[number] += inside
-            rows.append(Row(position, row.constant, coefficients, row.shared))
+            rows.append(replace(row, coefficients=coefficients))
         return rows
 
     def _holders(self, position: int, active: Ints, waiting: Ints) -> dict[int, Holders]:
         """Who may hold each shared block that the running code has dropped."""
         sim = self.simulator
-        by_block: dict[int, dict[int, tuple[bool, set[int]]]] = {}
         keeping = active & self._shared[sim.hold_block]
-        for block, call in zip(sim.hold_block[keeping], sim.hold_call[keeping], strict=True):
-            by_block.setdefault(int(block), {})[int(call)] = (True, set())
-        number, block, consumer, until = self._held.T
-        held = waiting[block] & (position < until)
-        for act, b, call in zip(number[held], block[held], consumer[held], strict=True):
-            calls = by_block.setdefault(int(b), {})
-            calls.setdefault(int(call), (False, set()))[1].add(int(act))
-        return {
-            b: frozenset(Clique(call, kept, frozenset(acts)) for call, (kept, acts) in c.items())
-            for b, c in by_block.items()
-        }
+        kept = set(
+            zip(*(of[keeping].tolist() for of in (sim.hold_block, sim.hold_call)), strict=True)
+        )
+        found: dict[int, set[Clique]] = {}
+        for block, clique in self._holding.at(position, waiting.tolist(), kept):
+            found.setdefault(block, set()).add(clique)
+        return {block: frozenset(cliques) for block, cliques in found.items()}
+
+
+class _Holding:
+    """Which acts hold which blocks until when, for every block and the call it is held for."""
+
+    def __init__(self, held: Sequence[tuple[int, int, int, int]]) -> None:
+        """`held` are (act, block, call, until)."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for act, block, call, until in held:
+            groups.setdefault((int(block), call), []).append((-int(until), act))
+        self._until = {key: sorted(group) for key, group in groups.items()}
+        self._clique = lru_cache(maxsize=None)(self._make)
+
+    def _make(self, block: int, call: int, kept: bool, count: int) -> Clique:
+        """The clique of a call and of the acts that hold a block for it longest."""
+        longest = self._until.get((block, call), [])[:count]
+        return Clique(call, kept, frozenset(act for _, act in longest))
+
+    def at(
+        self, position: int, waiting: Sequence[bool], kept: set[tuple[int, int]]
+    ) -> Iterator[tuple[int, Clique]]:
+        """Blocks that wait, with a clique of each call they may be held for.
+
+        `kept` are the blocks with the calls that hold them when they are kept.
+        """
+        for (block, call), until in self._until.items():
+            if waiting[block]:
+                count = bisect_left(until, (-position, -1))
+                if count and (block, call) not in kept:
+                    yield block, self._clique(block, call, False, count)
+        for block, call in kept:
+            count = bisect_left(self._until.get((block, call), []), (-position, -1))
+            yield block, self._clique(block, call, True, count)

@@ -9,6 +9,7 @@ for a moment. Copies share one lane for each direction: see `copies`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 
@@ -25,6 +26,7 @@ from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
 from memfit.planning.segment.passes import backward_peak_bytes, movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
 
+WORTH_A_VARIANT = 2e-3  # of the bytes times seconds that there are to win in all segments
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
 
 
@@ -82,11 +84,23 @@ class Simulator:
     def menus(self) -> list[Menu]:
         """Per joint graph its variants with the seconds each adds; the first adds none."""
         return [
-            priced_menu(graph, known, self.min_tensor_bytes, self.copy, self._staying[number])
-            for number, (graph, known) in enumerate(
-                zip(self.profile.graphs, self._known, strict=True)
+            priced_menu(graph, known, self.min_tensor_bytes, self.copy, staying, worth)
+            for graph, known, staying, worth in zip(
+                self.profile.graphs, self._known, self._staying, self._worth(), strict=True
             )
         ]
+
+    def _worth(self) -> list[float]:
+        """Per joint graph, how much of what its calls can win makes a variant worth looking for.
+
+        Where a step has many graphs, most of them matter little.
+        """
+        calls = Counter(call.graph for call in self.graph.calls)
+        sizes = [
+            calls[number] * sum(node.bytes for node in graph.nodes) * sum(graph.again_seconds)
+            for number, graph in enumerate(self.profile.graphs)
+        ]
+        return [WORTH_A_VARIANT * sum(sizes) / size if size else 0.0 for size in sizes]
 
     @cached_property
     def _staying(self) -> list[frozenset[int]]:
@@ -273,7 +287,7 @@ class Simulator:
 
     def highest(self, acts: Sequence[Act]) -> Ints:
         """The bytes at every position, moments inside acts included."""
-        curve = self._curves(acts).sum(axis=0) + self.graph.static_bytes
+        curve = self._curve(acts)
         highest = curve.copy()
         for act in acts:
             for position, extra, _ in self.effect(act).inside:
@@ -282,7 +296,7 @@ class Simulator:
 
     def over(self, acts: Sequence[Act], budget: int) -> list[int]:
         """Positions over the budget: the worst of each stretch over it, moments inside left out."""
-        curve = self._curves(acts).sum(axis=0) + self.graph.static_bytes
+        curve = self._curve(acts)
         above = np.flatnonzero(curve > budget)
         if not len(above):
             return []
@@ -339,22 +353,42 @@ class Simulator:
         return places
 
     def _curves(self, acts: Sequence[Act]) -> Ints:
+        """The bytes of each category at every position, without static ones."""
         change = np.zeros((len(BLOCK_CATEGORIES), self.graph.length + 1), dtype=np.int64)
         death = np.minimum(self.deaths(acts), self.graph.length)
         np.add.at(change, (self._category, self.birth), self.bytes)
         np.add.at(change, (self._category, death), -self.bytes)
+        self._add_acts(change[_ACTIVATIONS], acts)
+        return np.cumsum(change, axis=1)[:, :-1]
+
+    def _curve(self, acts: Sequence[Act]) -> Ints:
+        """All bytes at every position, static ones included; peaks are asked for all the time."""
+        change = self._births.copy()
+        np.add.at(change, np.minimum(self.deaths(acts), self.graph.length), -self.bytes)
+        self._add_acts(change, acts)
+        return np.cumsum(change)[:-1]
+
+    @cached_property
+    def _births(self) -> Ints:
+        """What comes at every position where nothing is decided, static bytes first."""
+        change = np.zeros(self.graph.length + 1, dtype=np.int64)
+        np.add.at(change, self.birth, self.bytes)
+        change[0] += self.graph.static_bytes
+        return change
+
+    def _add_acts(self, change: Ints, acts: Sequence[Act]) -> None:
+        """Add what acts hold beside the step's own blocks, make anew and copy back."""
         for act in acts:
             effect = self.effect(act)
             for start, until, size in effect.standing:
-                change[_ACTIVATIONS, start] += size
-                change[_ACTIVATIONS, until] -= size
+                change[start] += size
+                change[until] -= size
             if len(effect.blocks):
-                change[_ACTIVATIONS, effect.need] += effect.survivor_bytes
-                np.add.at(change[_ACTIVATIONS], effect.releases, -self.bytes[effect.blocks])
+                change[effect.need] += effect.survivor_bytes
+                np.add.at(change, effect.releases, -self.bytes[effect.blocks])
         for block, (returns, release) in self.copied_back(acts).items():
-            change[_ACTIVATIONS, returns] += self.bytes[block]
-            change[_ACTIVATIONS, release] -= self.bytes[block]
-        return np.cumsum(change, axis=1)[:, :-1]
+            change[returns] += self.bytes[block]
+            change[release] -= self.bytes[block]
 
     def deaths(self, acts: Sequence[Act]) -> Ints:
         """Where each original block dies under `acts`; one that is never made, at its birth."""

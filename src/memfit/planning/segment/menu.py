@@ -19,6 +19,7 @@ import math
 import operator
 import time
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -43,18 +44,15 @@ def menu_of(
     graph: JointGraph,
     *,
     min_tensor_bytes: int = 0,
-    time_limit_s: float = 10.0,
+    worth: float = 0.0,
     extra: Sequence[Variant] = (),
 ) -> tuple[Variant, ...]:
     """Variants that none beats: first the one that keeps most, the others by rising seconds.
 
     Nodes smaller than `min_tensor_bytes` are kept wherever they are read. `extra` variants compete,
-    and stand for a computed one with the same saved set. The time limit is for filling gaps.
+    and stand for a computed one with the same saved set. For `worth` see `frontier`.
     """
-    choices = Choices(graph, min_tensor_bytes=min_tensor_bytes)
-    points = frontier(choices, time_limit_s=time_limit_s)
-    candidates = _thinned(points, [(p.bytes, p.seconds) for p in points])
-    candidates.append(choices.point((), keep_small=False))
+    points, candidates = _candidates(graph, min_tensor_bytes, worth)
     variants = {p.saved: variant_of(graph, p.saved) for p in candidates}
     variants.update((frozenset(v.saved), v) for v in extra)
     costs = {saved: _costs(graph, variant) for saved, variant in variants.items()}
@@ -70,13 +68,32 @@ def menu_of(
     return tuple(variants[saved] for saved in (keep, *rest))
 
 
-def frontier(choices: Choices, *, time_limit_s: float = 10.0) -> tuple[Point, ...]:
+@lru_cache(maxsize=64)
+def _candidates(
+    graph: JointGraph, min_tensor_bytes: int, worth: float
+) -> tuple[tuple[Point, ...], list[Point]]:
+    """The frontier, and the points of it to choose from with the one that recomputes all it can.
+
+    What is measured of variants changes neither, and to find them takes longest.
+    """
+    choices = Choices(graph, min_tensor_bytes=min_tensor_bytes)
+    points = frontier(choices, worth=worth)
+    candidates = _thinned(points, [(p.bytes, p.seconds) for p in points])
+    return points, [*candidates, choices.point((), keep_small=False)]
+
+
+def frontier(
+    choices: Choices, *, time_limit_s: float = 10.0, worth: float = 0.0
+) -> tuple[Point, ...]:
     """Points with the least seconds for their bytes, by falling bytes.
 
-    Gaps between the corners of the hull are filled where most may be won, while time is left.
+    Gaps between the corners of the hull are filled where most may be won, while time is left; not
+    those where less than the share `worth` of all there is may be.
     """
     deadline = time.monotonic() + time_limit_s
     points = hull(choices)
+    first, last = points[0], points[-1]
+    least = worth * _Gap(first.bytes, last.bytes, first.seconds, last.seconds).area
     found = list(points)
     gaps = [_Gap(a.bytes, b.bytes, a.seconds, b.seconds) for a, b in pairwise(points)]
     if len(choices.nodes) > MAX_PROGRAM_NODES:
@@ -84,7 +101,7 @@ def frontier(choices: Choices, *, time_limit_s: float = 10.0) -> tuple[Point, ..
     program: CappedProgram | None = None
     narrow = NARROW * points[0].bytes
     for _ in range(MAX_PROGRAMS):
-        gaps = [gap for gap in gaps if gap.high - gap.low > narrow]
+        gaps = [gap for gap in gaps if gap.high - gap.low > narrow and gap.area >= least]
         if not gaps:
             break
         gap = max(gaps, key=lambda gap: (gap.area, gap.high))

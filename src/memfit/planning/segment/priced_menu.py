@@ -22,10 +22,12 @@ def priced_menu(
     min_tensor_bytes: int,
     copy: CopyRates | None,
     staying: frozenset[int],
+    worth: float = 0.0,
 ) -> Menu:
     """The variants of a graph with their seconds; first the one that runs when nobody decides.
 
-    Nodes in `staying` are no use to move: others keep their memory.
+    Nodes in `staying` are no use to move: others keep their memory. `worth` is how much of what
+    there is to win in the graph makes it worth to look for one more variant.
     """
     first = tuple(sorted(graph.unplanned))
     measured = {v.saved: v for v in known.variants}
@@ -36,6 +38,7 @@ def priced_menu(
     offered = menu_of(
         graph,
         min_tensor_bytes=min_tensor_bytes,
+        worth=worth,
         extra=(*rivals, replace(unplanned, seconds=base_s)),
     )
     rows = [(unplanned, 0.0)]
