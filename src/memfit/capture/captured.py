@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,9 +80,11 @@ def capture_segments(workload: Workload, segments: tuple[Segment, ...], executor
         dropped_saved_tensors(lambda tensor: None),
         engine.compiled.measuring(),
     ):
-        for _ in range(_MOST_FORWARDS):
+        for number in range(_MOST_FORWARDS):
             engine.changing.clear()
-            workload.compute_loss()
+            # What other processes compile here is the unplanned code, which runs next.
+            with nullcontext() if number else engine.compiled.ahead():
+                workload.compute_loss()
             if not engine.changing:
                 break
     engine.give_up_changing()

@@ -21,6 +21,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo import exc as dynamo_errors
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -32,6 +33,7 @@ from memfit.errors import MemfitError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
 from memfit.runtime.compile import partition
+from memfit.runtime.compile.ahead import Workers, give_up
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
@@ -328,27 +330,49 @@ def _allow_retaining() -> None:
 
 
 def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Compilation) -> Any:
-    """Compile with inductor; a plain choice stops before code is made."""
-    plain = compilation.choice.plain
+    """Compile with inductor; a plain choice stops before code is made, which workers may make."""
+    plain, segments = compilation.choice.plain, compilation.segments
+    workers = segments.workers if plain else Workers(0)
 
     def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        backward = options.get("is_backward")
         names = _input_names(half)  # compiling changes the graph
-        with wait_before_reading_back():
-            compiled = _boxed(half) if plain else compile_fx_inner(half, inputs, **options)
-        if options.get("is_backward"):
-            return compilation.backward(compiled)
-        return compilation.forward(names, compiled)
+        work = (compilation.key, compilation.choice.saved)
+        if compilation.key is not None and not backward:
+            workers.fork(work)
+        if plain and workers.worker is None:
+            compiled = _boxed(half)
+        else:
+            misses = _cache_misses()
+            with wait_before_reading_back():
+                compiled = compile_fx_inner(half, inputs, **options)
+            if work in segments.made_ahead and _cache_misses() > misses:
+                give_up(f"torch's cache has not got what others made for {compilation.kind}")
+        if not backward:
+            return compilation.forward(names, compiled)
+        if not plain:
+            segments.made_ahead.discard(work)  # other settings may need other code later
+        if workers.worker is not None:
+            workers.worker.end()
+        return compilation.backward(compiled)
 
     partitioner = _Partitioner(compilation)
     try:
-        return compile_fx(
-            module,
-            inputs,
-            inner_compile=compile_half,
-            config_patches={"custom_partitioner_fn": partitioner},
-        )
+        with workers.guarded():
+            return compile_fx(
+                module,
+                inputs,
+                inner_compile=compile_half,
+                config_patches={"custom_partitioner_fn": partitioner},
+            )
     finally:
         partitioner.forget()
+
+
+def _cache_misses() -> int:
+    """How often inductor's cache had no code, or was not asked."""
+    found = counters["inductor"]
+    return int(found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
 
 
 def _input_names(half: fx.GraphModule) -> list[str]:

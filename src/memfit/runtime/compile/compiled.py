@@ -7,7 +7,7 @@ traced as one graph raises CannotCapture: its caller runs it as the module does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -18,6 +18,7 @@ import torch
 
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import NodeCost
+from memfit.runtime.compile.ahead import Workers, worker_count
 from memfit.runtime.compile.choice import CannotCapture, Choice, OtherGraph, OtherShape, no_graph
 from memfit.runtime.compile.joint import input_shapes, names_in, structure_of
 from memfit.runtime.compile.shapes import Shapes
@@ -53,6 +54,8 @@ class CompiledSegments:
         self.returned: Callable[[], None] | None = None  # is told when a backward returns
         self.runs = 0  # compiled forwards that began
         self.said: set[str] = set()  # warnings
+        self.workers = Workers(0)
+        self.made_ahead: set[Hashable] = set()  # what workers compiled
         self._programs: dict[tuple[Forward, Choice], Program] = {}
         self._shapes: dict[tuple[Forward, str, Choice], Shapes] = {}
         self._measuring = False
@@ -95,6 +98,8 @@ class CompiledSegments:
             if planned is None:
                 choice = Choice(self.executor == "graph", structure_of(key), names)
                 planned = self._planned(function, module, key, choice, mutated_buffers)
+            if self.workers.most and not planned.has_code:
+                return self._as_traced(planned, module, args, kwargs)
             return planned(module, args, kwargs)
 
         return run
@@ -151,6 +156,28 @@ class CompiledSegments:
         finally:
             self._measuring = before
 
+    @property
+    def worker_count(self) -> int:
+        """How many other processes may compile for this one."""
+        return worker_count() if self.executor == "inductor" else 0
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Let other processes compile what is first met in this block; they end with it.
+
+        Calls without code run as traced meanwhile. What the block met is compiled in this process
+        after it, with the code that the others left in torch's cache. See `ahead.py`.
+        """
+        assert not self.workers.most, "there are workers already"
+        self.workers = Workers(self.worker_count)
+        try:
+            yield
+            self.workers.close()
+            self.made_ahead |= self.workers.work
+        finally:
+            self.workers.kill()
+            self.workers = Workers(0)
+
     @contextmanager
     def watched(
         self, watch: Watch | None, returned: Callable[[], None] | None = None
@@ -187,8 +214,8 @@ class CompiledSegments:
         self.runs += 1
 
     def wants_costs(self, key: str) -> bool:
-        """Whether this run of a graph is the one to be timed."""
-        return self._measuring and key not in self._measured
+        """Whether this run of a graph is the one to be timed; nothing else may run then."""
+        return self._measuring and key not in self._measured and not self.workers.work
 
     def measured(self, key: str, costs: Mapping[str, NodeCost]) -> None:
         """Put the operators' costs into their graph."""
@@ -229,6 +256,20 @@ class CompiledSegments:
         )
         result = self.program(function, choice, kind)(module, args, kwargs)
         self.check_key(choice, self.last_key, kind)
+        return result
+
+    def _as_traced(
+        self,
+        planned: Shapes,
+        module: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a planned call once without its code, which a worker makes."""
+        before = self.compilations
+        program = self.program(planned.function, replace(planned.choice, plain=True), planned.kind)
+        result = program(module, args, kwargs)
+        self.compilations = before  # those of the code are counted
         return result
 
     def _planned(

@@ -50,8 +50,8 @@ class Shapes:
         mutated_buffers: Sequence[str] = (),
     ) -> None:
         self._notes: dict[str, str] = {}  # by what they are about
-        self._segments, self._function, self._kind = segments, function, kind
-        self._choice, self._mutated_buffers = choice, mutated_buffers
+        self.function, self.kind, self.choice = function, kind, choice
+        self._segments, self._mutated_buffers = segments, mutated_buffers
         self._programs: dict[Sizes, Program | None] = {}  # None: as the module does
         self._static = 0
         self._symbolic_compilations = 0
@@ -91,7 +91,7 @@ class Shapes:
         """Run a call with sizes that were not met before."""
         ones = tuple(size == 1 for shape in sizes for size in _dimensions(shape))
         for choice in self._choices(ones):
-            program = self._segments.program(self._function, choice, self._kind)
+            program = self._segments.program(self.function, choice, self.kind)
             before = self._segments.compilations
             try:
                 result = program.compiling(module, args, kwargs)
@@ -110,7 +110,7 @@ class Shapes:
             if choice.least:
                 self._say(
                     "operators",
-                    f"{self._kind} runs other operators than planned for inputs such as "
+                    f"{self.kind} runs other operators than planned for inputs such as "
                     f"{_text(sizes)}: it recomputes all it can there",
                 )
             self._static += not choice.symbolic
@@ -118,7 +118,7 @@ class Shapes:
             return result
         self._say(
             "bound",
-            f"{self._kind} was compiled often enough, inputs such as {_text(sizes)} run "
+            f"{self.kind} was compiled often enough, inputs such as {_text(sizes)} run "
             f"{self._module_words}",
         )
         self._programs[sizes] = None
@@ -126,7 +126,7 @@ class Shapes:
 
     def _choices(self, ones: tuple[bool, ...]) -> Iterator[Choice]:
         """What to try for new sizes, best first."""
-        planned, symbolic = self._choice, replace(self._choice, symbolic=True)
+        planned, symbolic = self.choice, replace(self.choice, symbolic=True)
         if ones not in self._other_ones and self._static < STATIC_SHAPES:
             yield planned
         if ones not in self._other_ones and self._may_compile:
@@ -141,26 +141,31 @@ class Shapes:
     def _check(self) -> None:
         """OtherGraph when an unplanned segment ran another graph than the plan says."""
         key = self._segments.last_key
-        if self._choice.saved is None and key not in self._accepted:
+        if self.choice.saved is None and key not in self._accepted:
             try:
-                self._segments.check_key(self._choice, key, self._kind)
+                self._segments.check_key(self.choice, key, self.kind)
             except OtherShape:
-                log.debug("%s runs other operators, all kept, for this shape", self._kind)
+                log.debug("%s runs other operators, all kept, for this shape", self.kind)
             self._accepted.add(key)
 
     @property
     def _module_words(self) -> str:
-        return "eagerly" if self._choice.saved is None else "eagerly, recomputed as a whole"
+        return "eagerly" if self.choice.saved is None else "eagerly, recomputed as a whole"
 
     def _as_module(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         self._segments.last_key = None
-        forward = self._function.__get__(module)
-        if self._choice.saved is None:
+        forward = self.function.__get__(module)
+        if self.choice.saved is None:
             return forward(*args, **kwargs)
         engine = Recompute([(0, 0)], {0: module}, {0: self._mutated_buffers})
         return engine(0, forward, args, kwargs)
+
+    @property
+    def has_code(self) -> bool:
+        """Whether some shape was met already."""
+        return bool(self._programs)
 
     @property
     def notes(self) -> list[str]:

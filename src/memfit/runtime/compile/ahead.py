@@ -1,0 +1,228 @@
+"""Compile segments in copies of this process, so that several are compiled at once.
+
+A worker is forked where a traced segment is about to be compiled. It compiles both halves with
+inductor, which leaves the code in its cache on disk, and ends. Meanwhile this process runs the
+traced operators; when it compiles the segment itself, later, the cache has the code. A worker
+hands nothing else over, so one that fails costs time only.
+
+Forked processes cannot use CUDA and take no memory on the card: what inductor asks of the device
+is answered with what this process knew, and kernels are compiled but not loaded. Autograd does not
+run in them either, so they begin when the backward is traced. This is the only module that changes
+torch for a worker. Limits: Linux; what measures on the device to compile (`max_autotune`) fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+log = logging.getLogger(__name__)
+
+FEWEST_CORES = 4
+MOST_WORKERS = 8  # each may come to some hundred MB of host memory of its own
+LIMIT_S = 180  # for one that hangs: threads of this process may hold locks when it is forked
+_KERNELS_AT_ONCE = 4
+_TEXT_CHARACTERS = 200
+
+_failed = False  # whether a worker of this process failed: there are no more after that
+
+
+def worker_count() -> int:
+    """How many workers may run at once here; 0 where segments are compiled in this process."""
+    if sys.platform != "linux" or _failed:
+        return 0
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return 0  # its threads and pinned buffers do not care for forks
+    cores = len(os.sched_getaffinity(0))
+    return 0 if cores < FEWEST_CORES else min(cores - 1, MOST_WORKERS)
+
+
+def give_up(reason: str) -> None:
+    """Have no more workers in this process, and say why."""
+    global _failed
+    if not _failed:
+        log.warning("segments are compiled one after another, in this process: %s", reason)
+    _failed = True
+
+
+class Workers:
+    """Forked processes that compile; `close` waits for them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.work: set[Hashable] = set()  # what they were forked for
+        self.worker: Worker | None = None  # what this process is, if it is one of them
+        self._running: dict[int, int] = {}  # process -> where it says what went wrong
+        self._begin = time.monotonic()
+
+    def fork(self, work: Hashable) -> None:
+        """Start a worker, which goes on from here too; wait for a place if there is none.
+
+        The same work is done once, and none where it would leave nothing in a cache.
+        """
+        if not self.most or _failed or work in self.work or not _cache_is_on():
+            return
+        while len(self._running) >= self.most:
+            self._wait_for(next(iter(self._running)))
+        device = _known_device()
+        read, write = os.pipe()
+        try:
+            process = _fork()
+        except OSError as error:  # no memory for another process
+            give_up(str(error))
+            os.close(read)
+            os.close(write)
+            return
+        self.work.add(work)
+        if process:
+            os.close(write)
+            self._running[process] = read
+            return
+        self.worker = Worker(write)
+        with self.guarded(leaving=True):
+            self.worker.prepare(device)
+
+    @contextmanager
+    def guarded(self, leaving: bool = False) -> Iterator[None]:
+        """See to it that a worker never leaves this block, or, `leaving`, not by an error."""
+        try:
+            yield
+        except BaseException as error:
+            if self.worker is not None:
+                self.worker.end(error)
+            raise
+        if self.worker is not None and not leaving:
+            self.worker.end()
+
+    def close(self) -> None:
+        """Wait for all workers."""
+        while self._running:
+            self._wait_for(next(iter(self._running)))
+        if self.work:
+            seconds = time.monotonic() - self._begin
+            log.info("compiled by other processes: %d in %.1f s", len(self.work), seconds)
+
+    def kill(self) -> None:
+        """End all workers now."""
+        for process in self._running:
+            os.kill(process, signal.SIGKILL)
+        while self._running:
+            process, read = self._running.popitem()
+            os.close(read)
+            os.waitpid(process, 0)
+
+    def _wait_for(self, process: int) -> None:
+        _, status = os.waitpid(process, 0)
+        with os.fdopen(self._running.pop(process), "rb") as said:
+            text = said.read().decode(errors="replace")
+        if status:
+            give_up(text or f"one ended with {os.waitstatus_to_exitcode(status)}")
+
+
+class Worker:
+    """This process as a forked one, which is to compile and nothing else."""
+
+    def __init__(self, write: int) -> None:
+        self._write = write
+        self._kernels: list[int] = []  # processes
+
+    def end(self, error: BaseException | None = None) -> NoReturn:
+        """End this process when its kernels are compiled, without any of its exit handlers."""
+        failed = error is not None
+        if error is not None:
+            self._say(error)
+        while self._kernels:
+            failed |= self._kernel_failed()
+        os._exit(failed)
+
+    def prepare(self, device: int | None) -> None:
+        """Make this process fit to compile; `device` is the current one of CUDA."""
+        from torch._inductor import async_compile, config
+
+        _end_in_time()
+        with open(os.devnull, "w") as nowhere:  # the original gives the same warnings
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+        gc.disable()  # nothing of the original is to be freed here, least of all on its device
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # those of OpenMP were not copied
+        _replace(torch, "get_num_threads", lambda: threads)  # generated code is for so many
+        config.compile_threads = 1  # the processes and threads for more belong to the original
+        _replace(async_compile.AsyncCompile, "triton", self._compile_kernel)
+        if device is not None:
+            _replace(torch.cuda, "is_initialized", lambda: True)
+            _replace(torch.cuda, "_exchange_device", lambda number: device)
+            _replace(torch.cuda, "_maybe_exchange_device", lambda number: device)
+            _replace(torch._C, "_cuda_getDevice", lambda: device)
+
+    def _compile_kernel(self, name: str, source: str, device_str: str = "cuda") -> None:
+        """Put a kernel into Triton's cache, as inductor's own processes do."""
+        from torch._inductor import async_compile
+
+        if len(self._kernels) >= _KERNELS_AT_ONCE and self._kernel_failed():
+            raise RuntimeError("a kernel was not compiled")
+        for prepare in ("_set_triton_ptxas_path", "_set_triton_libdevice_path"):
+            getattr(async_compile, prepare, lambda: None)()  # the second is not in all releases
+        process = _fork()
+        if process:
+            self._kernels.append(process)
+            return
+        try:
+            _end_in_time()
+            kernel = async_compile._load_triton_kernel_from_source(name, source)
+            kernel.precompile(warm_cache_only=True)
+            os._exit(0)
+        except BaseException as error:
+            self._say(error)
+        finally:
+            os._exit(1)
+
+    def _kernel_failed(self) -> bool:
+        return os.waitpid(self._kernels.pop(0), 0)[1] != 0
+
+    def _say(self, error: BaseException) -> None:
+        text = textwrap.shorten(f"{type(error).__name__}: {error}", _TEXT_CHARACTERS)
+        os.write(self._write, text.encode())
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+        return os.fork()
+
+
+def _end_in_time() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(LIMIT_S)
+
+
+def _cache_is_on() -> bool:
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
+def _known_device() -> int | None:
+    """The current CUDA device, with torch made to remember what the devices are."""
+    if not torch.cuda.is_initialized():
+        return None
+    for number in range(torch.cuda.device_count()):
+        torch.cuda.get_device_properties(number)
+    return torch.cuda.current_device()
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), name
+    setattr(owner, name, value)

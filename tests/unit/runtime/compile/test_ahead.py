@@ -1,0 +1,207 @@
+"""Other processes compile for this one: the same code, or none and a word about it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import async_compile
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import fresh_cache
+
+from memfit.runtime.compile import ahead, backend, compiled
+from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.joint import least_saved
+
+WORKERS = 2
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 6))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout((x * self.weight).sin()).square()
+
+
+class Norm(Squares):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x.exp(), (6,), self.weight)
+
+
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledSegments]:
+    monkeypatch.setattr(ahead, "_failed", False)
+    monkeypatch.setattr(compiled, "worker_count", lambda: 0 if ahead._failed else WORKERS)
+    made = CompiledSegments("inductor")
+    yield made
+    made.close()
+
+
+def _traced(segments: CompiledSegments, module: nn.Module) -> str:
+    with segments.measuring():
+        segments(module.forward, (_input(),), {})
+    return str(segments.last_key)
+
+
+def _traced_ahead(segments: CompiledSegments, module: nn.Module) -> str:
+    with segments.ahead():
+        key = _traced(segments, module)
+        assert len(segments.workers.work) == 1
+    return key
+
+
+def _input() -> torch.Tensor:
+    return torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+
+
+def _step(segments: CompiledSegments, module: nn.Module, **planned: Any) -> list[torch.Tensor]:
+    x = _input()
+    torch.manual_seed(0)
+    output = segments(module.forward, (x,), {}, **planned)
+    module.zero_grad()
+    output.sum().backward()
+    gradients = [x.grad, *(p.grad for p in module.parameters())]
+    return [output.detach(), *(g for g in gradients if g is not None)]
+
+
+def _found() -> tuple[int, int]:
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+
+
+@pytest.mark.slow
+def test_code_of_workers_is_found_and_is_that_of_one_process(segments: CompiledSegments) -> None:
+    """Unplanned as in capture, and planned as when a plan is first run."""
+    modules = [Squares(), Norm()]
+    with fresh_cache():
+        keys = [_traced(segments, module) for module in modules]
+        plans = [{}, *({"key": k, "saved": least_saved(segments.graphs[k])} for k in keys[:1])]
+        here = [_step(segments, modules[0], **plan) for plan in plans]
+        here.append(_step(segments, modules[1]))
+        compilations = segments.compilations
+    segments.close()
+    with fresh_cache():
+        with segments.measuring(), segments.ahead():
+            for module in modules:
+                segments(module.forward, (_input(),), {})
+            assert len(segments.workers.work) == 2
+        with segments.ahead():
+            segments(modules[0].forward, (_input(),), {}, **plans[1])
+            assert len(segments.workers.work) == 1
+        hits, misses = _found()
+        there = [_step(segments, modules[0], **plan) for plan in plans]
+        there.append(_step(segments, modules[1]))
+        assert _found() == (hits + 6, misses), "inductor compiled again what workers had"
+    assert segments.compilations == 2 * compilations
+    for a, b in zip(here, there, strict=True):
+        assert all(map(torch.equal, a, b))
+
+
+def test_few_cores_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_failed", False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    assert ahead.worker_count() == 0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert ahead.worker_count() == ahead.MOST_WORKERS
+    assert CompiledSegments("graph").worker_count == 0
+
+
+def test_a_worker_that_fails_is_said_once_and_is_the_last(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no such device")
+
+    monkeypatch.setattr(backend, "compile_fx_inner", fail)
+    with caplog.at_level(logging.WARNING):
+        _traced_ahead(segments, Squares())
+    assert "no such device" in caplog.text and len(caplog.records) == 1
+    with segments.measuring(), segments.ahead():
+        segments(Norm().forward, (_input(),), {})
+        assert not segments.workers.work
+
+
+def test_a_process_that_cannot_fork_goes_on_alone(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fork() -> int:
+        raise OSError("cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", fork)
+    with segments.ahead():
+        _traced(segments, Squares())
+        assert not segments.workers.work
+    assert "cannot allocate memory" in caplog.text
+
+
+def test_a_worker_that_hangs_is_ended(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "compile_fx_inner", lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(ahead, "LIMIT_S", 1)
+    begin = time.monotonic()
+    _traced_ahead(segments, Squares())
+    assert time.monotonic() - begin < 30
+    assert "one after another" in caplog.text
+
+
+def test_an_error_ends_the_workers(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "compile_fx_inner", lambda *_, **__: time.sleep(60))
+    begin = time.monotonic()
+    with pytest.raises(KeyError), segments.measuring(), segments.ahead():
+        segments(Squares().forward, (_input(),), {})
+        raise KeyError
+    assert time.monotonic() - begin < 30 and not segments.workers.most
+
+
+def test_nothing_is_timed_while_workers_run(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "compile_fx_inner", lambda *_, **__: None)
+    module = Squares()
+    key = _traced_ahead(segments, module)
+    assert not any(node.seconds for node in segments.graphs[key].nodes)
+    _traced(segments, module)
+    assert any(node.seconds for node in segments.graphs[key].nodes)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_are_compiled_side_by_side_and_never_loaded(
+    segments: CompiledSegments,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    fails: bool,
+) -> None:
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def precompile(self, *, warm_cache_only: bool) -> None:
+            assert warm_cache_only and not fails, "no such kernel"
+            (tmp_path / self.name).write_text(str(os.getpid()))
+
+    def compile_half(*_: Any, **__: Any) -> None:
+        for number in range(6):
+            AsyncCompile().triton(f"kernel_{number}", "source", device_str="cuda")
+
+    load = "_load_triton_kernel_from_source"
+    monkeypatch.setattr(async_compile, load, lambda name, source: Kernel(name))
+    monkeypatch.setattr(backend, "compile_fx_inner", compile_half)
+    _traced_ahead(segments, Squares())
+    assert ahead._failed is fails and ("no such kernel" in caplog.text) is fails
+    processes = {path.read_text() for path in tmp_path.iterdir()}
+    assert len(processes) == (0 if fails else 6) and str(os.getpid()) not in processes
