@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from memfit.bench.cell import CellSpec
 from memfit.bench.machine import FREE, held_clock, machine_facts
-from memfit.bench.process import run_in_process
+from memfit.bench.process import cell_processes
 from memfit.bench.systems.catalogue import PEERS
 from memfit.bench.workloads import named
 from memfit.ir.bench import OK, OUT_OF_MEMORY, UNAVAILABLE, Cell, WorkloadSpec
@@ -20,15 +21,31 @@ GPT2 = named(
     WorkloadSpec("", "transformers:gpt2", 8, 256, dtype="bf16", device="cuda", fields=FIELDS)
 )
 MIB = 2**20
-
-
-def run(system: str, cap_bytes: int | None = None) -> Cell:
-    return run_in_process(CellSpec(GPT2, system, 10, cap_bytes), 300)
+Run = Callable[..., Cell]
 
 
 @pytest.fixture(scope="module")
-def eager() -> Cell:
+def run() -> Iterator[Run]:
+    """Runs a cell, forked from a process that has imported everything and no CUDA."""
+    cells = [CellSpec(GPT2, system, 10) for system in (*PEERS, "memfit:70%")]
+    said: list[str] = []
+    with cell_processes(cells, said.append) as start:
+
+        def one(system: str, cap_bytes: int | None = None) -> Cell:
+            cell = start(CellSpec(GPT2, system, 10, cap_bytes), 300, None)
+            assert not said
+            return cell
+
+        yield one
+
+
+@pytest.fixture(scope="module")
+def eager(run: Run) -> Cell:
     return run("eager")
+
+
+def test_cells_are_forked_and_have_a_device(eager):
+    assert eager.forked and eager.device == "cuda"
 
 
 def test_parts_of_the_peak_add_up_to_it_within_five_percent(eager):
@@ -42,7 +59,7 @@ def test_the_eager_step_against_itself_is_within_three_percent(eager):
 
 
 @pytest.mark.parametrize("system", [*PEERS[1:], "offload-flags:async", "hf-checkpoint:every=2"])
-def test_every_peer_runs_or_says_why_it_cannot(eager, system):
+def test_every_peer_runs_or_says_why_it_cannot(run, eager, system):
     cell = run(system)
     if cell.status == UNAVAILABLE:
         pytest.skip(f"{system}: {cell.reason}")
@@ -53,7 +70,7 @@ def test_every_peer_runs_or_says_why_it_cannot(eager, system):
         assert cell.peak_bytes < eager.peak_bytes
 
 
-def test_a_plan_holds_its_budget_and_is_predicted(eager):
+def test_a_plan_holds_its_budget_and_is_predicted(run, eager):
     cell = run("memfit:70% allow=+step_in_backward+tiled_loss")
     assert cell.status == OK, cell.reason
     plan = cell.planned
@@ -62,13 +79,21 @@ def test_a_plan_holds_its_budget_and_is_predicted(eager):
     assert cell.peak_bytes < eager.peak_bytes
 
 
-def test_under_a_cap_the_eager_step_is_out_of_memory_and_a_plan_is_not(eager):
+def test_under_a_cap_the_eager_step_is_out_of_memory_and_a_plan_is_not(run, eager):
     cap = int(0.7 * eager.reserved_bytes)
     assert run("eager", cap).status == OUT_OF_MEMORY
     cell = run(f"memfit:{cap - 64 * MIB}", cap)
     assert cell.status == OK, cell.reason
     assert cell.reserved_bytes <= cap
     assert any("the eager step does not fit" in note for note in cell.notes)
+
+
+def test_a_second_budget_is_planned_from_the_first_ones_profile(run):
+    first, second = run("memfit:80%"), run("memfit:75%")
+    assert first.status == second.status == OK, (first.reason, second.reason)
+    assert second.planned.profile_of is not None and "recording memory" not in second.stages
+    assert second.planned.measured_reserved_bytes <= second.planned.budget_bytes
+    assert second.seconds < first.seconds
 
 
 def test_this_process_takes_nothing_of_the_device():
@@ -80,6 +105,6 @@ def test_this_process_takes_nothing_of_the_device():
     json.dumps(facts)
 
 
-def test_the_same_cell_has_the_same_peak_twice(eager):
+def test_the_same_cell_has_the_same_peak_twice(run, eager):
     again = run("eager")
     assert replace(again, breakdown={}).peak_bytes == pytest.approx(eager.peak_bytes, rel=0.001)

@@ -1,4 +1,4 @@
-"""One cell, in a process of its own: python -m memfit.bench.cell SPEC.json RESULT.json.
+"""One cell, in a process of its own: forked, or python -m memfit.bench.cell SPEC.json RESULT.json.
 
 The eager step is measured first, then the system's, then both are timed in turn, the eager one
 twice. A system that changes the model for good has a model to itself: only it is there while its
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import signal
 import sys
 import time
@@ -22,10 +23,18 @@ from pathlib import Path
 
 import torch
 
-from memfit import api
 from memfit.bench.systems.catalogue import FAMILIES, missing_package, prepare, split_name
 from memfit.bench.systems.largest_batch import find_largest
-from memfit.bench.systems.prepared import Prepared, Setting, Step, Unavailable, around, total_static
+from memfit.bench.systems.prepared import (
+    Prepared,
+    Progress,
+    Setting,
+    Step,
+    Unavailable,
+    around,
+    total_static,
+)
+from memfit.bench.systems.shared_profiles import SharedProfiles
 from memfit.bench.workloads import missing_zoo
 from memfit.errors import DeviceMemoryError, InfeasibleError, MemfitError
 from memfit.ir.bench import (
@@ -35,6 +44,7 @@ from memfit.ir.bench import (
     REFUSED,
     UNAVAILABLE,
     Cell,
+    Compiled,
     Reference,
     WorkloadSpec,
 )
@@ -51,6 +61,7 @@ from memfit.units import format_bytes
 from memfit.workload import Workload
 
 WARMUP = 3
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 PR_SET_PDEATHSIG = 1
 EAGER, UNPLANNED = "eager", "unplanned"
 NO_REFERENCE = "neither the eager nor the unplanned step fits, so there is no ratio"
@@ -58,12 +69,16 @@ NO_REFERENCE = "neither the eager nor the unplanned step fits, so there is no ra
 
 @dataclass(frozen=True)
 class CellSpec:
-    """What to run: `cap_bytes` is the most that the CUDA allocator may hold."""
+    """What to run: `cap_bytes` is the most that the CUDA allocator may hold.
+
+    `profiles` is a folder of this run, where cells of one workload leave profiles to each other.
+    """
 
     workload: WorkloadSpec
     system: str
     steps: int
     cap_bytes: int | None = None
+    profiles: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,38 +90,69 @@ class _Beside:
     peak: Peak
 
 
+class _Stages:
+    """Says what a cell is doing, and how long each thing took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._now, self._begun = "building the workload", time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Begin the next stage."""
+        print(text, file=sys.stderr, flush=True)
+        self.end()
+        self._now = text
+
+    def end(self) -> None:
+        """End the stage that is under way."""
+        now = time.perf_counter()
+        self.seconds[self._now] = self.seconds.get(self._now, 0.0) + now - self._begun
+        self._begun = now
+
+
 @dataclass
 class _Run:
     """One cell under way."""
 
     spec: CellSpec
     device: torch.device
+    say: Progress
     notes: list[str] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def setting(self, workload: Workload) -> Setting:
+        """What a system is given."""
+        spec = self.spec
+        shared = SharedProfiles(spec.profiles, spec.workload, spec.system)
+        return Setting(workload, spec.steps, self.say, shared)
 
 
-def main(words: list[str]) -> None:
+def main(words: list[str], *, forked: bool = False) -> None:
     """Run the cell of the first file and write what became of it to the second."""
     _end_with_parent()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     spec = from_data(CellSpec, json.loads(Path(words[0]).read_text(encoding="utf-8")))
-    begun = time.perf_counter()
-    cell = replace(run_cell(spec), seconds=time.perf_counter() - begun)
+    before = _graphs_on_disk()
+    cell = replace(run_cell(spec), forked=forked, compiled=_compiled(before))
     Path(words[1]).write_text(json.dumps(to_data(cell)), encoding="utf-8")
 
 
 def run_cell(spec: CellSpec) -> Cell:
     """Run it; whatever Python can tell of its end is in the cell."""
+    stages = _Stages()
+    cell = _tried(spec, stages.say)
+    stages.end()
+    return replace(cell, stages=stages.seconds)
+
+
+def _tried(spec: CellSpec, say: Progress) -> Cell:
     empty = Cell(spec.workload.name, spec.system, OK)
     family, _ = split_name(spec.system)
     package = missing_package(family) or missing_zoo(spec.workload.target)
     if package is not None:
         return replace(empty, status=UNAVAILABLE, reason=f"{package} is not installed")
     try:
-        return _measure_cell(spec, empty)
+        return _measure_cell(spec, empty, say)
     except Unavailable as error:
         return replace(empty, status=UNAVAILABLE, reason=str(error))
     except InfeasibleError as error:
@@ -135,17 +181,16 @@ def build(spec: WorkloadSpec) -> Workload:
     )
 
 
-def _measure_cell(spec: CellSpec, empty: Cell) -> Cell:
+def _measure_cell(spec: CellSpec, empty: Cell, say: Progress) -> Cell:
     family, argument = split_name(spec.system)
     workload = build(spec.workload)
-    run = _Run(spec, workload.device)
+    run = _Run(spec, workload.device, say)
     # The same allocator for every system; memfit's own verbs would choose it anyway.
     prefer_expandable_segments(workload.device)
     cell = replace(empty, device=workload.device.type)
     with memory_cap(workload.device, spec.cap_bytes):
         if family == "largest-batch":
-            setting = Setting(workload, spec.steps, run.say)
-            return replace(cell, largest=find_largest(setting, argument))
+            return replace(cell, largest=find_largest(run.setting(workload), argument))
         if not FAMILIES[family].own_model:
             return _on_one_model(run, cell, workload)
         eager = _eager(run, workload)
@@ -157,7 +202,7 @@ def _measure_cell(spec: CellSpec, empty: Cell) -> Cell:
 def _on_one_model(run: _Run, cell: Cell, workload: Workload) -> Cell:
     """Systems that can be put on the model and taken off it."""
     run.say("preparing")
-    prepared = prepare(run.spec.system, Setting(workload, run.spec.steps, run.say))
+    prepared = prepare(run.spec.system, run.setting(workload))
     eager = _eager(run, workload)
     if eager is None and run.spec.system == EAGER:
         raise DeviceMemoryError(f"the step does not fit{_cap_text(run.spec)}")
@@ -165,14 +210,14 @@ def _on_one_model(run: _Run, cell: Cell, workload: Workload) -> Cell:
     peak, first_s = _measure(run, prepared, workload.optimizer if eager is None else None)
     cell = _with_times(run, cell, prepared, peak, eager or _unplanned(run, workload))
     cell = _finished(run, cell, prepared, first_s)
-    return replace(cell, breakdown=_breakdown(workload)) if cell.system == EAGER else cell
+    return replace(cell, breakdown=_breakdown(run, workload)) if cell.system == EAGER else cell
 
 
 def _on_its_own_model(run: _Run, cell: Cell, eager_peak: Peak | None) -> Cell:
     """Systems that change the model for good: the plain one is built again, to be timed beside."""
     _free(run.device)
     run.say("preparing")
-    prepared = prepare(run.spec.system, Setting(build(run.spec.workload), run.spec.steps, run.say))
+    prepared = prepare(run.spec.system, run.setting(build(run.spec.workload)))
     _free(run.device)
     run.say("measuring")
     peak, first_s = _measure(run, prepared, None)
@@ -213,7 +258,7 @@ def _eager(run: _Run, workload: Workload) -> _Beside | None:
 def _unplanned(run: _Run, workload: Workload) -> _Beside | None:
     """The step by memfit's executor with everything kept, which may fit where eager does not."""
     run.say("measuring the unplanned step")
-    profile = api.profile(workload, progress=run.say)
+    profile = run.setting(workload).profile().profile
     plan = make_plan(profile, Goal(strategy="none")).unplanned()
     applied = Applied(plan, workload.model)
     prepared = around(workload, lambda: applied)
@@ -315,10 +360,33 @@ def _finished(run: _Run, cell: Cell, prepared: Prepared, first_s: float) -> Cell
     return replace(cell, first_steps_s=first_s, notes=tuple(run.notes), **prepared.facts)
 
 
-def _breakdown(workload: Workload) -> dict[str, int]:
+def _breakdown(run: _Run, workload: Workload) -> dict[str, int]:
     """The plain step's peak by category, from a recording of every allocation."""
-    profile = api.profile(workload, executor="module")
+    profile = run.setting(workload).profile("module").profile
     return dict(simulator_of(profile).timeline([]).peak_categories)
+
+
+def _graphs_on_disk() -> int | None:
+    """How many graphs torch's cache of compiled code holds; None if it is not known where it is."""
+    folder = os.environ.get(COMPILED_CODE)
+    return None if folder is None else sum(1 for _ in Path(folder, "fxgraph").glob("*/*"))
+
+
+def _compiled(before: int | None) -> Compiled | None:
+    """The graphs that torch's compiler was given in this process; None: there were none.
+
+    What was put on disk since does not count as cached: processes of this cell may have compiled
+    it for this one, which found it there.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    counted = {} if utils is None else utils.counters["inductor"]
+    found, made = (counted.get(f"fxgraph_cache_{name}", 0) for name in ("hit", "miss"))
+    graphs, now = found + made, _graphs_on_disk()
+    if not graphs:
+        return None
+    if before is not None and now is not None:
+        made = max(made, now - before)
+    return Compiled(graphs, max(graphs - made, 0), cold=before == 0)
 
 
 def _end_with_parent() -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from memfit.bench.cell import CellSpec
-from memfit.bench.process import run_in_process
+from memfit.bench.order import expected_s, most_valuable_first
+from memfit.bench.process import RunCell
 from memfit.bench.systems.catalogue import check_system
 from memfit.bench.workloads import check_target
 from memfit.errors import UsageError
-from memfit.ir.bench import DIED, BenchReport, Cell, WorkloadSpec
-
-RunCell = Callable[[CellSpec, float, Path | None], Cell]
+from memfit.ir.bench import DIED, TIMED_OUT, BenchReport, WorkloadSpec
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,29 @@ def run_cells(
     save: Callable[[BenchReport], None],
     *,
     started: Callable[[CellSpec], None],
+    run: RunCell,
     log: Path | None = None,
-    run: RunCell = run_in_process,
-) -> BenchReport:
-    """Run these cells; whatever becomes of one, it is saved and the next one begins."""
-    for spec in cells:
+    end: float | None = None,
+) -> tuple[BenchReport, list[CellSpec]]:
+    """Run these cells; whatever becomes of one, it is saved and the next one begins.
+
+    None runs past `end` on time.monotonic(): those that were not begun for it, or were cut off by
+    it, are returned beside the report and not in it.
+    """
+    left: list[CellSpec] = []
+    for spec in most_valuable_first(cells):
+        room_s = math.inf if end is None else end - time.monotonic()
+        if expected_s(spec, report) > room_s:
+            left.append(spec)
+            continue
         started(spec)
-        cell = run(spec, settings.timeout_s, log)
+        cell = run(spec, min(settings.timeout_s, room_s), log)
+        if cell.status == TIMED_OUT and room_s < settings.timeout_s:
+            left.append(spec)
+            continue
         report = report.with_cell(spec.workload, cell)
         save(report)
-    return report
+    return report, left
 
 
 def in_order(report: BenchReport, cells: Sequence[CellSpec]) -> BenchReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,7 +76,8 @@ def bench(
         typer.Option(
             "--batch-sizes",
             metavar="LIST",
-            help="Every target at these batch sizes: 4,8,16; without a TARGET those of the sweep.",
+            help="Every target at these batch sizes: 4,8,16; without a TARGET those of the sweep. "
+            "memfit runs by the module executor then, unless --executor names another.",
             rich_help_panel=_WHAT,
         ),
     ] = None,
@@ -116,6 +118,18 @@ def bench(
             rich_help_panel=_RUN,
         ),
     ] = 600.0,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit",
+            metavar="S",
+            min=1,
+            help="Seconds for all cells together, from the start of this command. No cell is begun "
+            "that is not expected to end in time; those left are listed, for the same command to "
+            "go on with.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     cap: Annotated[
         str | None,
         typer.Option(
@@ -168,6 +182,7 @@ def bench(
 
     Every cell is saved as it ends: the same command goes on where it was cut off.
     """
+    begun = time.monotonic()
     with opened(as_json=as_json, verbose=verbose) as session:
         what = Target("", batch, seq, dtype, optimizer, device, fields or [])
         asked = BenchOptions(
@@ -199,17 +214,18 @@ def bench(
         before = None if against is None else BenchReport.load(against)
         if not no_charts:
             check_charts()
-        report = _run(session, asked, cells, output, verbose)
+        end = None if time_limit is None else begun + time_limit
+        report, left = _run(session, asked, cells, output, verbose, end)
         changes: list[Change] = []
         said: list[str] = []
         if before is not None:
             from memfit.bench.against import change_lines, compare, machine_lines
 
-            names = [f"{c.workload.name} | {c.system}" for c in cells]
+            names = [_key(c) for c in cells]
             changes = compare(before, report, names, tolerance)
             said = [*machine_lines(before, report), *change_lines(changes)]
         files = _write(report, output, said, charts=not no_charts)
-        _show(session, report, cells, changes, said, files)
+        _show(session, report, cells, changes, said, files, [_key(spec) for spec in left])
         differ = any(c.planned is not None and not c.planned.numbers_agree for c in report.cells)
         if differ or any(change.worse for change in changes):
             raise typer.Exit(1)
@@ -228,10 +244,16 @@ def _check_output(output: Path) -> None:
 
 
 def _run(
-    session: Session, asked: BenchOptions, cells: list[CellSpec], output: Path, verbose: bool
-) -> BenchReport:
-    """Run the cells that the file has not got, and save after each."""
+    session: Session,
+    asked: BenchOptions,
+    cells: list[CellSpec],
+    output: Path,
+    verbose: bool,
+    end: float | None,
+) -> tuple[BenchReport, list[CellSpec]]:
+    """Run the cells that the file has not got, and save after each; also those left by `end`."""
     from memfit.bench.machine import held_clock, machine_facts
+    from memfit.bench.process import cell_processes
     from memfit.bench.report.markdown import markdown
     from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
 
@@ -254,8 +276,18 @@ def _run(
                 progress.ended(now.cells)
 
             log = output.with_suffix(".log") if verbose else None
-            report = run_cells(report, missing, settings, save, started=progress.started, log=log)
-    return in_order(report, cells)
+            with cell_processes(missing, progress.say) as run:
+                report, left = run_cells(
+                    report,
+                    missing,
+                    settings,
+                    save,
+                    started=progress.started,
+                    run=run,
+                    log=log,
+                    end=end,
+                )
+    return in_order(report, cells), left
 
 
 def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool) -> list[Path]:
@@ -290,7 +322,9 @@ def _show(
     changes: list[Change],
     said: list[str],
     files: list[Path],
+    left: list[str],
 ) -> None:
+    from memfit.bench.order import UNKNOWN_CELL_S
     from memfit.bench.report.tables import sections
     from memfit.bench.verdict import judge, verdict_lines
     from memfit.ir.codec import to_data
@@ -305,6 +339,7 @@ def _show(
                 "verdicts": verdicts,
                 "changes": [{**to_data(c), "verdict": c.verdict} for c in changes],
                 "files": [str(path) for path in files],
+                "left": left,
             }
         )
         return
@@ -323,13 +358,20 @@ def _show(
     for line in said:
         session.line(line)
     session.line(f"written: {', '.join(str(path) for path in files)}")
+    if left:
+        session.line(
+            f"{len(left)} cells are left for want of time, and the same command goes on with them "
+            f"(one of whose kind none has run is taken to need {UNKNOWN_CELL_S:.0f} s):"
+        )
+    for name in left:
+        session.line(name)
 
 
 def _show_list(session: Session, cells: list[CellSpec]) -> None:
     from memfit.bench.systems.catalogue import FAMILIES, missing_package
     from memfit.report.terminal import columns
 
-    names = [f"{c.workload.name} | {c.system}" for c in cells]
+    names = [_key(c) for c in cells]
     if session.as_json:
         session.emit({"cells": names, "systems": {n: f.about for n, f in FAMILIES.items()}})
         return
@@ -340,6 +382,10 @@ def _show_list(session: Session, cells: list[CellSpec]) -> None:
     session.show(table)
     for name in names:
         session.line(name)
+
+
+def _key(spec: CellSpec) -> str:
+    return f"{spec.workload.name} | {spec.system}"
 
 
 def _command(words: list[str]) -> str:

@@ -22,6 +22,8 @@ class Shown(Protocol):
 
     def ended(self, cells: Sequence[Cell]) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 @contextmanager
 def showing_progress(missing: Sequence[CellSpec], total: int) -> Iterator[Shown]:
@@ -52,6 +54,9 @@ class _Bar:
     def ended(self, cells: Sequence[Cell]) -> None:
         self._progress.advance(self._task)
 
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
 
 class _Lines:
     def __init__(self, console: Console, missing: int, total: int) -> None:
@@ -69,4 +74,7 @@ class _Lines:
         what = cell.status if cell.ratio is None else f"{cell.status}, {cell.ratio:.3f}x"
         seconds = time.monotonic() - self._begun
         text = f"[{self._done}/{self._total}] {self._key}: {what} ({seconds:.0f} s)"
+        self.say(text)
+
+    def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

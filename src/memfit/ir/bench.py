@@ -82,7 +82,8 @@ class Planned:
     numbers_agree: bool
     bitwise: bool
     numbers_note: str | None
-    fit_s: float
+    fit_s: float  # without a profile that another cell had made
+    profile_of: str | None = None  # the system whose cell had made it
     notes: tuple[str, ...] = ()  # of the fit
 
     @property
@@ -123,6 +124,27 @@ class LargestBatch:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """Graphs that torch's compiler was given in a cell, and how many it had on disk already.
+
+    `cold`: there was nothing at all on disk when the cell began.
+    """
+
+    graphs: int
+    cached: int
+    cold: bool
+
+    @property
+    def label(self) -> str:
+        """Where the compiled code came from."""
+        if self.cold:
+            return "cold"
+        if self.cached == 0:
+            return "compiled, but kernels of earlier cells may be on disk"
+        return f"cached: {self.cached} of {self.graphs} graphs were on disk"
+
+
+@dataclass(frozen=True)
 class Cell:
     """One workload under one system, as its own process measured it."""
 
@@ -131,6 +153,9 @@ class Cell:
     status: str
     reason: str | None = None
     seconds: float = 0.0  # of the whole process
+    forked: bool = False  # from a process that had imported everything
+    stages: dict[str, float] = field(default_factory=dict)  # seconds of what it did
+    compiled: Compiled | None = None
     device: str | None = None
     reference: Reference | None = None
     peak_bytes: int | None = None

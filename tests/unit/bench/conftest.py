@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from memfit.bench.workloads import named
 from memfit.ir.bench import OK, BenchReport, Cell, Planned, Reference, WorkloadSpec
 
 MIB = 2**20
@@ -90,3 +92,24 @@ def planned() -> Callable[..., Planned]:
 @pytest.fixture
 def report() -> Callable[..., BenchReport]:
     return make_report
+
+
+@pytest.fixture
+def file_target(tmp_path: Path):
+    """A workload whose loss does what it is told."""
+
+    def make(does: str, model: str = "torch.nn.Linear(4, 1)") -> WorkloadSpec:
+        path = tmp_path / "mine.py"
+        path.write_text(
+            "import os, signal, time\nimport torch\nimport memfit\n"
+            "def loss_fn(model, batch):\n"
+            f"    {does}\n"
+            "    return model(batch).mean()\n"
+            "def workload():\n"
+            f"    model = {model}\n"
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "    return memfit.Workload(model, loss_fn, optimizer, torch.ones(2, 4))\n"
+        )
+        return named(WorkloadSpec("", f"{path}:workload"))
+
+    return make

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +11,10 @@ from memfit.bench.cell import CellSpec, build, run_cell
 from memfit.bench.process import run_in_process
 from memfit.bench.workloads import named
 from memfit.ir.bench import (
-    CRASHED,
     FAILED,
     OK,
     OUT_OF_MEMORY,
     REFUSED,
-    TIMED_OUT,
     UNAVAILABLE,
     Cell,
     WorkloadSpec,
@@ -36,18 +28,6 @@ TINY = named(WorkloadSpec("", "encoder", 4, 16, device="cpu", fields=FIELDS))
 
 def run(system: str, workload: WorkloadSpec = TINY) -> Cell:
     return run_cell(CellSpec(workload, system, steps=3))
-
-
-def has_ended(pid: str) -> bool:
-    state = Path(f"/proc/{pid}/stat")
-    return not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 60) -> None:
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < limit_s, "it never happened"
-        time.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -201,27 +181,6 @@ def test_torch_offloads_the_tensors_that_are_marked(monkeypatch):
         assert torch.allclose(parameter, moved.model.get_parameter(name), atol=1e-4), name
 
 
-@pytest.fixture
-def file_target(tmp_path: Path):
-    """A workload whose loss does what it is told."""
-
-    def make(does: str, model: str = "torch.nn.Linear(4, 1)") -> WorkloadSpec:
-        path = tmp_path / "mine.py"
-        path.write_text(
-            "import os, signal, time\nimport torch\nimport memfit\n"
-            "def loss_fn(model, batch):\n"
-            f"    {does}\n"
-            "    return model(batch).mean()\n"
-            "def workload():\n"
-            f"    model = {model}\n"
-            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-            "    return memfit.Workload(model, loss_fn, optimizer, torch.ones(2, 4))\n"
-        )
-        return named(WorkloadSpec("", f"{path}:workload"))
-
-    return make
-
-
 def test_out_of_memory_is_marked(file_target):
     spec = file_target("raise torch.OutOfMemoryError('CUDA out of memory. Tried 9 GiB')")
     cell = run("eager", spec)
@@ -247,48 +206,30 @@ def test_a_model_without_blocks_cannot_be_checkpointed(file_target):
     assert cell.status == UNAVAILABLE and "no blocks" in cell.reason
 
 
-def test_a_process_that_is_killed_is_a_row(file_target):
-    spec = file_target("os.kill(os.getpid(), signal.SIGKILL)")
-    cell = run_in_process(CellSpec(spec, "eager", steps=1), 120)
-    assert cell.status == CRASHED and "signal SIGKILL" in cell.reason
-    assert "measuring the eager step" in cell.reason and cell.seconds > 0
+@pytest.mark.parametrize(
+    ("on_disk", "counted", "label"),
+    [
+        ((0, 4), {"miss": 4}, "cold"),
+        ((0, 4), {"hit": 4}, "cold"),  # compiled by other processes of this cell
+        ((9, 9), {"hit": 4}, "cached: 4 of 4 graphs were on disk"),
+        ((9, 10), {"hit": 3, "miss": 1}, "cached: 3 of 4 graphs were on disk"),
+        ((9, 12), {"hit": 4}, "cached: 1 of 4 graphs were on disk"),
+        ((9, 13), {"miss": 4}, "compiled, but kernels of earlier cells may be on disk"),
+    ],
+)
+def test_compiled_code_says_where_it_came_from(tmp_path, monkeypatch, on_disk, counted, label):
+    from torch._dynamo.utils import counters
 
+    from memfit.bench.cell import COMPILED_CODE, _compiled, _graphs_on_disk
 
-@pytest.mark.slow
-def test_a_cell_that_takes_too_long_is_ended_with_all_it_started(file_target, tmp_path):
-    left = tmp_path / "pid"
-    does = (
-        f"import subprocess; p = subprocess.Popen(['sleep', '600']); "
-        f"open({str(left)!r}, 'w').write(str(p.pid)); time.sleep(600)"
-    )
-    cell = run_in_process(CellSpec(file_target(does), "eager", steps=1), 20)
-    assert cell.status == TIMED_OUT and "still running after 20 s" in cell.reason
-    wait_until(lambda: has_ended(left.read_text()))
-
-
-@pytest.mark.slow
-def test_a_cell_ends_with_the_benchmark_that_started_it(file_target, tmp_path):
-    left = tmp_path / "pid"
-    does = f"open({str(left)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    target = file_target(does).target
-    program = (
-        "from memfit.bench.cell import CellSpec\n"
-        "from memfit.bench.process import run_in_process\n"
-        "from memfit.ir.bench import WorkloadSpec\n"
-        f"run_in_process(CellSpec(WorkloadSpec('w', {target!r}), 'eager', 1), 600)\n"
-    )
-    source = str(Path(__file__).resolve().parents[3] / "src")
-    benchmark = subprocess.Popen(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": source}
-    )
-    wait_until(left.exists)
-    benchmark.kill()
-    benchmark.wait()
-    wait_until(lambda: has_ended(left.read_text()))
-
-
-def test_output_of_a_cell_is_kept_where_it_is_asked_for(tmp_path, file_target):
-    log = tmp_path / "cells.log"
-    spec = replace(CellSpec(file_target("print('hello there')"), "eager", steps=1))
-    assert run_in_process(spec, 120, log).status == OK
-    assert "hello there" in log.read_text() and os.stat(log).st_size > 0
+    monkeypatch.setenv(COMPILED_CODE, str(tmp_path))
+    counts = {f"fxgraph_cache_{name}": number for name, number in counted.items()}
+    monkeypatch.setitem(counters, "inductor", counts)
+    for number in range(on_disk[0]):
+        (tmp_path / "fxgraph" / "xy" / str(number)).mkdir(parents=True)
+    before = _graphs_on_disk()
+    for number in range(*on_disk):
+        (tmp_path / "fxgraph" / "xy" / str(number)).mkdir(parents=True)
+    assert _compiled(before).label == label
+    counts.clear()
+    assert _compiled(before) is None

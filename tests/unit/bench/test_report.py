@@ -53,7 +53,7 @@ def test_remarks_name_retries_few_samples_and_another_reference(cell, planned):
     assert rows[0][-2] == "3"
     assert rows[0][-1] == (
         "RETRIES of the allocator: memory was short, so times are not the step's own; "
-        "against unplanned; NUMBERS DIFFER; median of 4 only"
+        "against unplanned; NUMBERS DIFFER; median of 4 only; fit 3.00 s"
     )
 
 
@@ -70,6 +70,7 @@ def test_plans_show_estimate_and_measurement(cell, planned):
         "+2.50",
         "1.200x",
         "1.250x",
+        "graph",
         "2 of 6",
         "the same",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from memfit.bench.systems.catalogue import (
 )
 from memfit.bench.workloads import SUITES, check_target, named, parse_sizes, suite_of
 from memfit.errors import UsageError
-from memfit.ir.bench import CRASHED, OK, BenchReport, Cell, WorkloadSpec
+from memfit.ir.bench import CRASHED, OK, TIMED_OUT, BenchReport, Cell, WorkloadSpec
 
 MACHINE = {"device": "cpu", "torch": "2.13.0"}
 SETTINGS = Settings(steps=10)
@@ -24,6 +25,12 @@ SETTINGS = Settings(steps=10)
 
 def specs(*batches: int) -> list[WorkloadSpec]:
     return [named(WorkloadSpec("", "encoder", batch, 32)) for batch in batches]
+
+
+def run_all(report, cells, path, run, end=None):
+    return run_cells(
+        report, cells, SETTINGS, lambda r: r.save(path), started=lambda s: None, run=run, end=end
+    )
 
 
 def test_the_suites_are_those_of_the_specification():
@@ -165,17 +172,40 @@ def test_a_cut_run_goes_on_where_it_stopped(tmp_path):
 
     report = open_report(path, MACHINE, SETTINGS)
     with pytest.raises(KeyboardInterrupt):
-        run_cells(report, cells, SETTINGS, lambda r: r.save(path), started=lambda s: None, run=run)
+        run_all(report, cells, path, run)
     report = open_report(path, MACHINE, SETTINGS)
     assert [c.key for c in report.cells] == ["encoder@4x32 | eager", "encoder@4x32 | checkpoint"]
     missing = missing_cells(report, cells, SETTINGS)
     assert missing == cells[2:]
     ran.clear()
-    whole = run_cells(
-        report, missing, SETTINGS, lambda r: r.save(path), started=lambda s: None, run=run
-    )
-    assert missing_cells(whole, cells, SETTINGS) == []
+    whole, left = run_all(report, missing, path, run)
+    assert not left and missing_cells(whole, cells, SETTINGS) == []
     assert BenchReport.load(path) == whole
+
+
+def test_cells_that_would_not_end_in_time_are_left(tmp_path):
+    path = tmp_path / "bench.json"
+    cells = plan_cells(specs(4, 8), ["eager", "compile", "checkpoint"], SETTINGS)
+    report = BenchReport(MACHINE, SETTINGS.stored())
+    for spec, seconds in zip(cells[:2], (5.0, 300.0), strict=True):
+        cell = Cell(spec.workload.name, spec.system, OK, seconds=seconds)
+        report = report.with_cell(spec.workload, cell)
+    given: dict[str, float] = {}
+
+    def run(spec, timeout_s, log):
+        given[f"{spec.workload.batch} {spec.system}"] = timeout_s
+        late = spec.system == "checkpoint" and spec.workload.batch == 8
+        return Cell(spec.workload.name, spec.system, TIMED_OUT if late else OK, seconds=9.0)
+
+    missing = missing_cells(report, cells, SETTINGS)
+    whole, left = run_all(report, missing, path, run, end=time.monotonic() + 100)
+    # compile took 300 s before; the last checkpoint was cut off by the limit, not by its own.
+    assert [(c.workload.batch, c.system) for c in left] == [(8, "compile"), (8, "checkpoint")]
+    assert list(given) == ["4 checkpoint", "8 eager", "8 checkpoint"]
+    assert all(90 < seconds <= 100 for seconds in given.values())
+    assert missing_cells(whole, cells, SETTINGS) == left
+    again, left = run_all(whole, left, path, run)
+    assert not left and again.find("encoder@8x32", "checkpoint").status == TIMED_OUT
 
 
 def test_what_died_is_kept_unless_it_is_to_be_tried_again(tmp_path):

@@ -39,7 +39,9 @@ def sections(report: BenchReport) -> list[Section]:
     found = [_workload_section(report, spec.name) for spec in report.workloads]
     for series, specs in series_of(report).items():
         tables = [Table(title, SWEEP_COLUMNS, rows) for title, rows in sweep_tables(report, specs)]
-        found.append(Section(f"{series}, over the batch size", tables, []))
+        found.append(
+            Section(f"{series}, over the batch size", tables, _executors(report.cells, specs))
+        )
     largest = [c for c in report.cells if c.largest is not None]
     if largest:
         table = Table("", LARGEST_COLUMNS, largest_rows(largest))
@@ -66,6 +68,14 @@ def _workload_section(report: BenchReport, name: str) -> Section:
     return Section(name, tables, verdict_lines(judge(name, cells)))
 
 
+def _executors(cells: Sequence[Cell], specs: Sequence[WorkloadSpec]) -> list[str]:
+    """By what memfit's steps ran, which is not in the names of all systems."""
+    names = {spec.name for spec in specs}
+    ran = [c.planned.executor for c in cells if c.planned is not None and c.workload in names]
+    found = list(dict.fromkeys(ran))
+    return [f"memfit ran by the executor {' and '.join(found)}"] if found else []
+
+
 def heading(report: BenchReport) -> list[str]:
     """Machine, settings, commands and what the columns mean."""
     facts = ", ".join(f"{name} {value}" for name, value in report.machine.items())
@@ -80,8 +90,9 @@ def heading(report: BenchReport) -> list[str]:
         "± half the distance between quartiles, taken in turn with the reference (eager unless "
         "said), which is timed twice: A/A is the second over the first, less one. Overhead is the "
         "time over the reference's of the same process, less one: compare these, not milliseconds "
-        "of different rows. First steps are named where they take long: they compile, unless torch "
-        "has it on disk from an earlier run.",
+        "of different rows. First steps are named where they take long, and fits: they compile, "
+        "unless the code is on disk. The cells of one run share that cache, and profiles; what "
+        "was found there is said (cold: the cache was empty).",
     ]
 
 
@@ -107,6 +118,7 @@ PLAN_COLUMNS = [
     "measured",
     "time estimated",
     "measured",
+    "executor",
     "segments chosen",
     "numbers",
 ]
@@ -196,6 +208,7 @@ def plan_rows(cells: Iterable[Cell]) -> Rows:
                 "-" if measured is None else f"{measured * 1e3:+.2f}",
                 f"{plan.predicted_ratio:.3f}x",
                 "-" if plan.measured_ratio is None else f"{plan.measured_ratio:.3f}x",
+                plan.executor,
                 f"{len(plan.chosen)} of {plan.segments}",
                 _numbers(cell),
             ]
@@ -314,8 +327,16 @@ def remark(cell: Cell) -> str:
         words.append(f"median of {cell.samples} only")
     if cell.first_steps_s is not None and cell.step_s is not None:
         if cell.first_steps_s > 10 * cell.step_s + 1:
-            words.append(f"first steps {format_seconds(cell.first_steps_s)}")
+            words.append(f"first steps {format_seconds(cell.first_steps_s)}{_compiled(cell)}")
+    if cell.planned is not None:
+        by = cell.planned.profile_of
+        words.append(f"fit {format_seconds(cell.planned.fit_s)}{_compiled(cell)}")
+        words += [f"planned from the profile of {by}"] if by is not None else []
     return "; ".join([*words, *cell.notes])
+
+
+def _compiled(cell: Cell) -> str:
+    return "" if cell.compiled is None else f" ({cell.compiled.label})"
 
 
 def mb(size: int | None) -> str:

@@ -12,20 +12,39 @@ from memfit.bench.systems.prepared import Prepared, Setting, total_static
 from memfit.fitted import Fitted
 from memfit.ir.bench import Planned
 from memfit.ir.plan import KEEP
-from memfit.measure.step import run_step
+from memfit.ir.profile import Profile
+from memfit.measure.kept_copies import reused
+from memfit.measure.step import (
+    drop_gradients,
+    is_out_of_memory,
+    run_first_steps,
+    run_step,
+    untouched,
+)
 from memfit.measure.timing import Inside
+from memfit.planning.make_plan import Goal, make_plan
 from memfit.report.fit import numbers_agree
+from memfit.runtime.apply import Applied
+from memfit.workload import Workload
 
 
 def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """Fit the workload, then hand over the planned step; InfeasibleError when no plan holds."""
+    options = fit_options(family, argument)
+    executor = options.get("executor")
     begun = time.perf_counter()
-    fitted = api.fit_workload(
-        setting.workload,
-        steps=setting.steps,
-        progress=setting.say,
-        **fit_options(family, argument),
-    )
+    with reused():
+        found = setting.profile(executor)
+        handed = found.by != setting.shared.system
+        if handed:
+            _warm_up(setting.workload, found.profile)
+        fitted = api.fit_workload(
+            setting.workload,
+            profiled=found.profile,
+            steps=setting.steps,
+            progress=setting.say,
+            **options,
+        )
     fit_s = time.perf_counter() - begun
     fitted.undo()
     work = partial(run_step, fitted.workload, accumulate=fitted.plan.split)
@@ -35,7 +54,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
         partial(total_static, setting.workload),
         apart=fitted.plan.trim,
         facts={
-            "planned": planned_facts(fitted, fit_s),
+            "planned": planned_facts(fitted, fit_s, found.by if handed else None),
             "breakdown": dict(fitted.plan.predicted.categories),
         },
     )
@@ -52,7 +71,22 @@ def fit_options(family: str, argument: str) -> dict[str, Any]:
     return {"budget": goal, **chosen}
 
 
-def planned_facts(fitted: Fitted, fit_s: float) -> Planned:
+def _warm_up(workload: Workload, profile: Profile) -> None:
+    """Run the unplanned step, as making a profile does: what is compiled or set up is there then.
+
+    Else it would first be so under the cap of the budget, where it may take what is missing.
+    """
+    kept = make_plan(profile, Goal(strategy="none")).unplanned()
+    with untouched(workload), Applied(kept, workload.model):
+        try:
+            run_first_steps(workload, 1)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_gradients(workload)
+
+
+def planned_facts(fitted: Fitted, fit_s: float, profile_of: str | None) -> Planned:
     """Promise and measurement, from the fit's own result."""
     result, plan = fitted.result, fitted.plan
     return Planned(
@@ -76,5 +110,6 @@ def planned_facts(fitted: Fitted, fit_s: float) -> Planned:
         bitwise=result.numerics.bitwise_vs_unplanned,
         numbers_note=result.numerics.note,
         fit_s=fit_s,
+        profile_of=profile_of,
         notes=tuple(result.notes),
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from memfit import api
+from memfit.bench.systems.shared_profiles import Found, SharedProfiles
 from memfit.capture.find import find_segments
 from memfit.measure.memory import static_bytes
 from memfit.measure.step import run_step
@@ -29,6 +31,17 @@ class Setting:
     workload: Workload
     steps: int
     say: Progress
+    shared: SharedProfiles = field(default_factory=SharedProfiles)
+
+    def profile(self, executor: str | None = None) -> Found:
+        """The workload's profile, another cell's where there is one."""
+        found = self.shared.find(self.workload, executor)
+        if found is not None:
+            self.say(f"using the profile of {found.by}")
+            return found
+        made = api.profile(self.workload, executor=executor, progress=self.say)
+        self.shared.keep(made)
+        return Found(self.shared.system, made)
 
 
 @dataclass(frozen=True)
