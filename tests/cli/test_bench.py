@@ -57,6 +57,7 @@ def test_a_tiny_suite_from_end_to_end(done: tuple[Path, Any]) -> None:
     assert "memfit is best at " in result.stdout
     assert "2 workloads: memfit is best at " in result.stdout
     assert "REFUSED" in result.stdout and "over the batch size" in result.stdout
+    assert "memfit ran by the executor module" in result.stdout
     assert "[8/8]" in result.stderr  # a line for each cell, as this is no terminal
 
 
@@ -103,6 +104,20 @@ def test_a_cell_that_was_lost_is_run_again_alone(
     assert result.stderr.count("/8]") == 1 and "| checkpoint: ok" in result.stderr
     now = BenchReport.load(cut)
     assert [c.system for c in now.cells][1] == lost["system"] == "checkpoint"
+
+
+def test_a_time_limit_leaves_cells_to_the_next_run(memfit: Run, tmp_path: Path) -> None:
+    path = tmp_path / "short.json"
+    words = [*TARGET, "--batch", "2", "--systems", "eager,checkpoint", *QUICK, "-o", path]
+    short = memfit("bench", *words, "--time-limit", "5")
+    assert short.exit_code == 0, short.stderr
+    assert "2 cells are left for want of time" in short.stdout and "need 60 s" in short.stdout
+    assert BenchReport.load(path).cells == ()
+    data = json.loads(memfit("bench", *words, "--time-limit", "5", "--json").stdout)
+    assert [name.rpartition(" | ")[2] for name in data["left"]] == ["eager", "checkpoint"]
+    whole = memfit("bench", *words)
+    assert whole.exit_code == 0 and "are left" not in whole.stdout
+    assert all(c.ok and c.forked for c in BenchReport.load(path).cells)
 
 
 @pytest.mark.slow
@@ -203,8 +218,13 @@ def test_list_runs_nothing(memfit: Run, tmp_path: Path) -> None:
     assert listed == [f"encoder | {name} {how}" for name in ("memfit:60%", "memfit-cut:40%")]
     words = ["--suite", "sweep", "--largest-in", "8GiB", "--workloads", "encoder*", "--json"]
     listed = json.loads(memfit("bench", *words, "--list", "--device", "cpu").stdout)["cells"]
-    assert listed.count("encoder@256x128 | memfit:65%") == 1
-    assert [name for name in listed if "largest" in name] == ["encoder@2x128 | largest-batch:8GiB"]
+    # Over batch sizes memfit runs the eager step's own operators unless another way is asked for.
+    assert listed.count("encoder@256x128 | memfit:65% executor=module") == 1
+    (largest,) = [name for name in listed if "largest" in name]
+    assert largest == "encoder@2x128 | largest-batch:8GiB executor=module"
+    words = ["encoder", "--batch-sizes", "4", "--executor", "auto", "--json"]
+    listed = json.loads(memfit("bench", *words, "--list", "--device", "cpu").stdout)["cells"]
+    assert all("executor=auto" in name for name in listed if "memfit" in name)
 
 
 @pytest.mark.parametrize(

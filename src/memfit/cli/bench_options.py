@@ -166,7 +166,7 @@ class BenchOptions:
             if given and not words(given):
                 raise UsageError(f"{option} names nothing", hint=f"leave {option} out, or fill it")
         budgets = words(self.budgets) or list(suite.budgets)
-        planned = [memfit_name(budget, allow, self.executor) for budget in budgets]
+        planned = [memfit_name(budget, allow, self._executor) for budget in budgets]
         if not names:
             return [*(self._with_options(name) for name in suite.systems), *planned]
         found: list[str] = []
@@ -182,8 +182,18 @@ class BenchOptions:
     def _how(self) -> str:
         allow = self._allowed()
         words = [*([f"allow={allow}"] if allow else [])]
-        words += [f"executor={self.executor}"] if self.executor else []
+        words += [f"executor={self._executor}"] if self._executor else []
         return "".join(f" {word}" for word in words)
+
+    @property
+    def _executor(self) -> str | None:
+        """As asked; over batch sizes else `module`: it runs the eager step's own operators.
+
+        What is asked there is what recomputing costs the eager step, and each size would have to be
+        compiled by itself.
+        """
+        swept = self.suite == "sweep" or self.batch_sizes is not None
+        return self.executor or ("module" if swept else None)
 
     def _allowed(self) -> str | None:
         """The techniques as one word without commas, which part systems."""
