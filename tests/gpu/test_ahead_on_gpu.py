@@ -39,9 +39,10 @@ def _step(segments: CompiledSegments, block: nn.Module, x: torch.Tensor) -> list
 
 
 def test_workers_leave_code_and_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ahead.worker_count():
-        pytest.skip(f"needs {ahead.FEWEST_CORES} cores")
+    monkeypatch.setenv(ahead.ASKED, "3")
     monkeypatch.setattr(ahead, "_failed", False)
+    if ahead.worker_count() < 2:
+        pytest.skip("needs three cores")
     segments = CompiledSegments("inductor")
     blocks = [Bottleneck(width).cuda() for width in (32, 48, 64)]
     inputs = [torch.randn(8, w, 16, 16, device="cuda", requires_grad=True) for w in (32, 48, 64)]

@@ -27,9 +27,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from memfit.errors import UsageError
+
 log = logging.getLogger(__name__)
 
-FEWEST_CORES = 4
+ASKED = "MEMFIT_COMPILE_WORKERS"  # an environment variable: none unless it says how many
 MOST_WORKERS = 8  # each may come to some hundred MB of host memory of its own
 LIMIT_S = 180  # for one that hangs: threads of this process may hold locks when it is forked
 _KERNELS_AT_ONCE = 4
@@ -40,12 +42,16 @@ _failed = False  # whether a worker of this process failed: there are no more af
 
 def worker_count() -> int:
     """How many workers may run at once here; 0 where segments are compiled in this process."""
+    asked = os.environ.get(ASKED, "").strip() or "0"
+    if not asked.isdecimal():
+        raise UsageError(
+            f"{ASKED} is {asked!r}, no count of processes", hint=f"try {ASKED}={MOST_WORKERS}"
+        )
     if sys.platform != "linux" or _failed:
         return 0
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return 0  # its threads and pinned buffers do not care for forks
-    cores = len(os.sched_getaffinity(0))
-    return 0 if cores < FEWEST_CORES else min(cores - 1, MOST_WORKERS)
+    return min(int(asked), len(os.sched_getaffinity(0)) - 1, MOST_WORKERS)
 
 
 def give_up(reason: str) -> None:

@@ -17,6 +17,7 @@ from torch._inductor import async_compile
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import fresh_cache
 
+from memfit.errors import UsageError
 from memfit.runtime.compile import ahead, backend, compiled
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.joint import least_saved
@@ -108,13 +109,23 @@ def test_code_of_workers_is_found_and_is_that_of_one_process(segments: CompiledS
         assert all(map(torch.equal, a, b))
 
 
-def test_few_cores_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_as_many_as_asked_for_and_cores_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ahead, "_failed", False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    assert ahead.worker_count() == 0
+    monkeypatch.delenv(ahead.ASKED, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert ahead.worker_count() == 0
+    monkeypatch.setenv(ahead.ASKED, "3")
+    assert ahead.worker_count() == 3
+    monkeypatch.setenv(ahead.ASKED, "50")
     assert ahead.worker_count() == ahead.MOST_WORKERS
     assert CompiledSegments("graph").worker_count == 0
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    assert ahead.worker_count() == 0
+    monkeypatch.setenv(ahead.ASKED, "many")
+    with pytest.raises(UsageError, match="MEMFIT_COMPILE_WORKERS is 'many'"):
+        ahead.worker_count()
 
 
 def test_a_worker_that_fails_is_said_once_and_is_the_last(
