@@ -25,8 +25,8 @@ VERBS = {
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
     "--steps",
     "bench": f"{TARGET.replace('target', 'targets')} --suite --workloads --systems --budgets "
-    "--batch-sizes --largest-in --only --allow --executor --steps --timeout "
-    "--time-limit --cap --retry --against --tolerance --output -o --no-charts --list",
+    "--batch-sizes --largest-in --only --allow --executor --steps --timeout --time-limit "
+    "--compile-ahead --cap --retry --against --tolerance --output -o --no-charts --list",
     "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
     "resources": f"{TARGET} --budget --utilization --samples --epochs --allow --host-budget "
     "--executor --accumulate --steps --output -o",

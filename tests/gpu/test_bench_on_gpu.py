@@ -11,7 +11,7 @@ import torch
 
 from memfit.bench.cell import CellSpec
 from memfit.bench.machine import FREE, held_clock, machine_facts
-from memfit.bench.process import cell_processes
+from memfit.bench.process import cell_processes, shared_folder
 from memfit.bench.systems.catalogue import PEERS
 from memfit.bench.workloads import named
 from memfit.ir.bench import OK, OUT_OF_MEMORY, UNAVAILABLE, Cell, WorkloadSpec
@@ -29,7 +29,7 @@ def run() -> Iterator[Run]:
     """Runs a cell, forked from a process that has imported everything and no CUDA."""
     cells = [CellSpec(GPT2, system, 10) for system in (*PEERS, "memfit:70%")]
     said: list[str] = []
-    with cell_processes(cells, said.append) as start:
+    with shared_folder() as folder, cell_processes(cells, folder, said.append) as start:
 
         def one(system: str, cap_bytes: int | None = None) -> Cell:
             cell = start(CellSpec(GPT2, system, 10, cap_bytes), 300, None)

@@ -72,6 +72,7 @@ class CellSpec:
     """What to run: `cap_bytes` is the most that the CUDA allocator may hold.
 
     `profiles` is a folder of this run, where cells of one workload leave profiles to each other.
+    With `compile_only` the system runs two steps, and nothing is measured.
     """
 
     workload: WorkloadSpec
@@ -79,6 +80,7 @@ class CellSpec:
     steps: int
     cap_bytes: int | None = None
     profiles: str | None = None
+    compile_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,11 @@ def _measure_cell(spec: CellSpec, empty: Cell, say: Progress) -> Cell:
     with memory_cap(workload.device, spec.cap_bytes):
         if family == "largest-batch":
             return replace(cell, largest=find_largest(run.setting(workload), argument))
+        if spec.compile_only:
+            prepared = prepare(spec.system, run.setting(workload))
+            for _ in range(2):
+                prepared.step()
+            return cell
         if not FAMILIES[family].own_model:
             return _on_one_model(run, cell, workload)
         eager = _eager(run, workload)

@@ -29,40 +29,48 @@ Start = Callable[[str, str, str, float], int | None]
 
 
 @contextmanager
-def cell_processes(cells: Sequence[CellSpec], say: Callable[[str], None]) -> Iterator[RunCell]:
+def shared_folder() -> Iterator[Path]:
+    """A folder for what cells share: profiles, torch's cache of compiled code. It begins empty."""
+    with tempfile.TemporaryDirectory(prefix="memfit-bench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def cell_processes(
+    cells: Sequence[CellSpec], folder: Path, say: Callable[[str], None]
+) -> Iterator[RunCell]:
     """Run cells, each in a process forked from one that has imported what they need.
 
-    Where that cannot be they are plain processes, and `say` is told why. Cells share profiles and
-    torch's cache of compiled code, which are gone afterwards; a cache that the user has set stays.
+    Where that cannot be they are plain processes, and `say` is told why. They share what is in
+    `folder`; a cache of compiled code that the user has set is taken instead.
     """
-    with tempfile.TemporaryDirectory(prefix="memfit-bench-", ignore_cleanup_errors=True) as folder:
-        environment = {COMPILED_CODE: str(Path(folder) / "compiled"), **_environment()}
-        server: ForkServer | None = None
-        plain = False
+    environment = {COMPILED_CODE: str(folder / "compiled"), **_environment()}
+    server: ForkServer | None = None
+    plain = False
 
-        def run(spec: CellSpec, timeout_s: float, log: Path | None) -> Cell:
-            nonlocal server, plain
-            if server is None and not plain:
-                server = _fork_server(modules_for(cells), environment, say)
-                plain = server is None
-            return run_in_process(spec, timeout_s, log, start=start, profiles=Path(folder))
+    def run(spec: CellSpec, timeout_s: float, log: Path | None) -> Cell:
+        nonlocal server, plain
+        if server is None and not plain:
+            server = _fork_server(modules_for(cells), environment, say)
+            plain = server is None
+        return run_in_process(spec, timeout_s, log, start=start, profiles=folder)
 
-        def start(asked: str, told: str, said: str, timeout_s: float) -> int | None:
-            nonlocal server, plain
-            if server is not None:
-                try:
-                    return server.run(asked, told, said, timeout_s)
-                except CannotFork as error:
-                    say(f"{error}: from here on cells import torch by themselves")
-                    server.close()
-                    server, plain = None, True
-            return start_plain(asked, told, said, timeout_s, environment)
-
-        try:
-            yield run
-        finally:
-            if server is not None:
+    def start(asked: str, told: str, said: str, timeout_s: float) -> int | None:
+        nonlocal server, plain
+        if server is not None:
+            try:
+                return server.run(asked, told, said, timeout_s)
+            except CannotFork as error:
+                say(f"{error}: from here on cells import torch by themselves")
                 server.close()
+                server, plain = None, True
+        return start_plain(asked, told, said, timeout_s, environment)
+
+    try:
+        yield run
+    finally:
+        if server is not None:
+            server.close()
 
 
 def run_in_process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -130,6 +131,17 @@ def bench(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    compile_ahead: Annotated[
+        int | None,
+        typer.Option(
+            "--compile-ahead",
+            metavar="N",
+            min=1,
+            help="Before any cell is timed, compile for those of torch.compile, N at once, on a "
+            "device that is busy with the others; first steps then find the code on disk.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     cap: Annotated[
         str | None,
         typer.Option(
@@ -201,6 +213,7 @@ def bench(
             timeout,
             cap,
             retry,
+            compile_ahead,
         )
         _check_output(output)
         session.progress("loading torch")
@@ -252,8 +265,9 @@ def _run(
     end: float | None,
 ) -> tuple[BenchReport, list[CellSpec]]:
     """Run the cells that the file has not got, and save after each; also those left by `end`."""
+    from memfit.bench.compile_ahead import compile_ahead
     from memfit.bench.machine import held_clock, machine_facts
-    from memfit.bench.process import cell_processes
+    from memfit.bench.process import cell_processes, shared_folder
     from memfit.bench.report.markdown import markdown
     from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
 
@@ -276,7 +290,14 @@ def _run(
                 progress.ended(now.cells)
 
             log = output.with_suffix(".log") if verbose else None
-            with cell_processes(missing, progress.say) as run:
+            with (
+                shared_folder() as folder,
+                cell_processes(missing, folder, progress.say) as run,
+            ):
+                if asked.compile_ahead:
+                    room_s = math.inf if end is None else end - time.monotonic()
+                    limit_s = min(settings.timeout_s, room_s)
+                    compile_ahead(missing, folder, asked.compile_ahead, limit_s, progress.say, log)
                 report, left = run_cells(
                     report,
                     missing,

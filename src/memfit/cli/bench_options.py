@@ -37,6 +37,7 @@ class BenchOptions:
     timeout_s: float
     cap: str | None
     retry: bool
+    compile_ahead: int | None
 
     def settings(self) -> Settings:
         """What all cells share."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from memfit.bench.cell import CellSpec
+from memfit.bench.compile_ahead import compile_ahead
 from memfit.bench.fork_server import CannotFork, ForkServer
 from memfit.bench.process import (
     RunCell,
@@ -21,6 +22,7 @@ from memfit.bench.process import (
     cell_processes,
     modules_for,
     run_in_process,
+    shared_folder,
 )
 from memfit.bench.workloads import named
 from memfit.ir.bench import CRASHED, OK, TIMED_OUT, Cell, WorkloadSpec
@@ -60,7 +62,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked(one_thread: None) -> Iterator[RunCell]:
     """Runs cells from one fork server."""
-    with cell_processes([CellSpec(TINY, "eager", 1), CellSpec(TINY, "memfit:80%", 1)], fail) as run:
+    cells = [CellSpec(TINY, "eager", 1), CellSpec(TINY, "memfit:80%", 1)]
+    with shared_folder() as folder, cell_processes(cells, folder, fail) as run:
         yield run
 
 
@@ -125,10 +128,10 @@ def test_a_cell_ends_with_the_benchmark_that_started_it(
     target = file_target(does).target
     program = (
         "from memfit.bench.cell import CellSpec\n"
-        "from memfit.bench.process import cell_processes\n"
+        "from memfit.bench.process import cell_processes, shared_folder\n"
         "from memfit.ir.bench import WorkloadSpec\n"
         f"spec = CellSpec(WorkloadSpec('w', {target!r}), 'eager', 1)\n"
-        "with cell_processes([spec], print) as run:\n"
+        "with shared_folder() as folder, cell_processes([spec], folder, print) as run:\n"
         "    run(spec, 600, None)\n"
     )
     benchmark = subprocess.Popen(
@@ -182,11 +185,38 @@ def test_compiled_code_is_shared_and_says_so(file_target: MakeTarget) -> None:
     spec = CellSpec(file_target("pass", model), "compile", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        with cell_processes([spec], fail) as run:
+        with shared_folder() as folder, cell_processes([spec], folder, fail) as run:
             cold, cached = (run(spec, 300, None) for _ in range(2))
     assert cold.compiled.label == "cold" and cold.compiled.graphs == 2
     assert cached.compiled.label == "cached: 2 of 2 graphs were on disk"
     assert cached.first_steps_s < cold.first_steps_s
+
+
+@forks
+@pytest.mark.slow
+def test_what_was_compiled_ahead_is_found_by_the_cell(
+    file_target: MakeTarget, tmp_path: Path
+) -> None:
+    model = "torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())"
+    target = file_target("pass", model)
+    cells = [CellSpec(target, s, 1) for s in ("eager", "compile", "compile:0.5", "blocks")]
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        compile_ahead(cells, tmp_path, 2, 300, said.append)
+        with cell_processes(cells, tmp_path, fail) as run:
+            cell = run(cells[2], 300, None)
+    assert said[0] == "compiling for 3 cells, 2 at once" and said[1].startswith("compiled in ")
+    assert cell.status == OK, cell.reason
+    assert cell.compiled.label == "cached: 2 of 2 graphs were on disk"
+
+
+def test_without_time_or_systems_that_compile_nothing_is_compiled_ahead(tmp_path: Path) -> None:
+    said: list[str] = []
+    compile_ahead([CellSpec(TINY, "eager", 1)], tmp_path, 2, 300, said.append)
+    assert said == []
+    compile_ahead([CellSpec(TINY, "compile", 1)], tmp_path, 2, 0, said.append)
+    assert said == ["compiling for 1 cells, 2 at once", "compiled in 0 s"]
 
 
 @forks
@@ -223,7 +253,7 @@ def test_when_the_server_dies_cells_go_on_by_themselves(
     kill = f"(open({str(once)!r}, 'w').close(), os.kill(os.getppid(), signal.SIGKILL))"
     spec = CellSpec(file_target(f"os.path.exists({str(once)!r}) or {kill}"), "eager", 1)
     said: list[str] = []
-    with cell_processes([spec], said.append) as run:
+    with cell_processes([spec], tmp_path, said.append) as run:
         cell = run(spec, 120, None)
     assert cell.status == OK and not cell.forked
     assert said == [

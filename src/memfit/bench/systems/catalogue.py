@@ -75,15 +75,22 @@ class Family:
     check: Callable[[str], None] = _nothing
     package: str | None = None
     own_model: bool = False
+    compiles: bool = False  # all of its code by torch.compile, before its first step ends
 
 
 FAMILIES = {
     "eager": Family("eager", "the step as it is"),
     "compile": Family(
-        "peers.compiled", "torch.compile; :0.5 activation_memory_budget", _memory_budget
+        "peers.compiled",
+        "torch.compile; :0.5 activation_memory_budget",
+        _memory_budget,
+        compiles=True,
     ),
     "blocks": Family(
-        "peers.compiled", "each block compiled; :0.5 with that budget", _memory_budget
+        "peers.compiled",
+        "each block compiled; :0.5 with that budget",
+        _memory_budget,
+        compiles=True,
     ),
     "checkpoint": Family(
         "peers.checkpointed", "torch.utils.checkpoint on every block; :half", _one_of("", "half")
@@ -93,6 +100,7 @@ FAMILIES = {
         "peers.offload_flags",
         "torch.compile with its activation offloading; :async",
         _one_of("", "async"),
+        compiles=True,
     ),
     "save-on-cpu": Family("peers.saved_on_cpu", "torch.autograd.graph.save_on_cpu, pinned"),
     "hf-checkpoint": Family(
