@@ -138,7 +138,8 @@ def bench(
             metavar="N",
             min=1,
             help="Before any cell is timed, compile for those of torch.compile, N at once, on a "
-            "device that is busy with the others; first steps then find the code on disk.",
+            "device that is busy with the others; first steps then find the code on disk. It "
+            "takes half of --time-limit at most.",
             rich_help_panel=_RUN,
         ),
     ] = None,
@@ -296,7 +297,7 @@ def _run(
             ):
                 if asked.compile_ahead:
                     room_s = math.inf if end is None else end - time.monotonic()
-                    limit_s = min(settings.timeout_s, room_s)
+                    limit_s = min(settings.timeout_s, room_s / 2)
                     compile_ahead(missing, folder, asked.compile_ahead, limit_s, progress.say, log)
                 report, left = run_cells(
                     report,
