@@ -16,9 +16,10 @@ from memfit.planning.few_variants import of_most_used, with_few_variants, with_m
 from memfit.planning.placed import filled_up, held_bytes, holds, seconds, tightened
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request
+from memfit.planning.rivals import fastest_of_rivals, made_faster, translated
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
-from memfit.planning.techniques import MICROBATCH
+from memfit.planning.techniques import ACTIVATIONS, MICROBATCH
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
@@ -86,7 +87,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if goal.max_slowdown is not None:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
-    choice = _choose(simulator, goal, target, limit_s)
+    choice = _fastest(simulator, goal, target, limit_s)
     fits = choice is not None and holds(simulator, choice, target)
     smallest = _smallest(simulator, goal.host_bytes, thorough=not fits)
     minimum = smallest.acts
@@ -99,6 +100,8 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
         choice = smallest if target is None else filled_up(simulator, smallest, target)
+        if target is not None and _both(simulator):
+            choice = made_faster(simulator, choice, _request(simulator, goal, target, limit_s))
     if known is not None:
         choice = _known_or(simulator, known, choice, _request(simulator, goal, target, limit_s))
     _check_host(simulator, goal, choice, budget)
@@ -160,6 +163,23 @@ def _known_or(simulator: Simulator, known: Plan, found: Choice, request: Request
     if measured is not None and seconds(simulator, measured) <= enough_s:
         return measured
     return found
+
+
+def _fastest(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
+    """What the goal's strategy finds; if that may do more than one thing, the best of all ways."""
+    if goal.strategy != "optimal" or target is None or not _both(simulator):
+        return _choose(simulator, goal, target, limit_s)
+
+    def choose(simulator: Simulator, strategy: str, share: float) -> Choice | None:
+        less = replace(goal, strategy=strategy, time_limit_s=share * goal.time_limit_s)
+        return _choose(simulator, less, target, limit_s)
+
+    return fastest_of_rivals(simulator, _request(simulator, goal, target, limit_s), choose)
+
+
+def _both(simulator: Simulator) -> bool:
+    """Whether a plan may both recompute and move to the host."""
+    return simulator.recompute and simulator.copy is not None
 
 
 def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
@@ -232,7 +252,7 @@ def _is_compiled(simulator: Simulator, strategy: str) -> bool:
     return strategy == "optimal" and simulator.profile.executor == "inductor"
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -> Choice:
     """The choice that needs the smallest budget, among those with the lowest peaks.
 
@@ -248,12 +268,19 @@ def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -
         fits = host_bytes is None or simulator.moved_bytes(moved) <= host_bytes
         candidates += [moved] if fits else []
     placed = simulator.profile.allocator is not None
+    hard = _both(simulator)  # to solve, so that what each finds alone has to do
+    if hard:
+        for source in [simulator.only(t) for t in ACTIVATIONS[: 2 if thorough else 1]]:
+            quick = thorough and optimal.is_quick(source)
+            found = _smallest(source, host_bytes, thorough=quick)
+            candidates.append(translated(found, source, simulator).acts)
     try:
-        limit_s = MINIMUM_S * (2 if thorough else 1)
-        lowest = optimal.smallest(simulator, time_limit_s=limit_s, host_bytes=host_bytes)
-        candidates += [] if lowest is None else [lowest.acts]
+        limit_s = MINIMUM_S * (2 if thorough and not hard else 1)
+        if thorough or not hard:
+            lowest = optimal.smallest(simulator, time_limit_s=limit_s, host_bytes=host_bytes)
+            candidates += [] if lowest is None else [lowest.acts]
         low = min(simulator.peak_bytes(acts) for acts in candidates)
-        rooms = list(ROOMS if thorough else ROOMS[:1])
+        rooms = list(ROOMS if thorough and not hard else ROOMS[: thorough or not hard])
         rooms += QUICK_ROOMS if thorough and optimal.is_quick(simulator) else ()
         for room in rooms if placed else ():
             budget = int(room * low)

@@ -33,7 +33,7 @@ MAX_ROUNDS = 60
 # The solver takes a row for met when it is broken by this share of the peak.
 TOLERANCE = 1e-5
 SHORT_WAIT = 1e-3  # of the step: waiting less for copies is not worth another try
-LESS_TRUST = (0.0, 0.75)  # shares of the lanes' bytes per second; 0: nothing is moved
+LESS_TRUST = 0.75  # of the lanes' bytes per second
 MAX_CUTS = 20
 EXACT_ACTS = 150  # so many acts the solver settles in next to no time
 
@@ -73,13 +73,11 @@ def fastest(
     first = program.solve(budget, time_limit_s, host_bytes, only=only)
     if first is None or simulator.traffic(first.acts).stall_s <= short_s:
         return first
-    found = [first]
-    for share in LESS_TRUST:
-        left_s = deadline - time.monotonic()
-        again = None
-        if left_s > 0.5:
-            again = program.solve(budget, left_s, host_bytes, share, only)
-        found += [] if again is None else [again]
+    left_s = deadline - time.monotonic()
+    if left_s <= 0.5:
+        return first
+    again = program.solve(budget, left_s, host_bytes, LESS_TRUST, only)
+    found = [first] if again is None else [first, again]
     best = min(found, key=lambda solution: simulator.step_seconds(solution.acts))
     return replace(best, lower_bound_s=first.lower_bound_s, stopped=first.stopped)
 
@@ -99,12 +97,17 @@ def is_quick(simulator: Simulator) -> bool:
     return _program(simulator).is_quick
 
 
+def candidates(simulator: Simulator) -> Sequence[Act]:
+    """The acts that a plan is made of."""
+    return _program(simulator).acts
+
+
 def _gap(acts: int) -> float:
     """How near to the bound is near enough, of the seconds added: exact where that is quick."""
     return 1e-4 if acts <= EXACT_ACTS else 1e-2 if acts <= 600 else 3e-2
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _program(simulator: Simulator) -> _Program:
     """One program per step: rows found for one budget hold for the next."""
     return _Program(simulator)
@@ -166,8 +169,10 @@ class _Program:
         bound_s = 0.0
         self._cuts = []
         asked = budget
-        for _ in range(MAX_ROUNDS):
+        for tried in range(MAX_ROUNDS):
             left = deadline - time.monotonic()
+            if tried and left <= 0:
+                break
             answer = self._answer(asked, max(left, 0.5))
             if answer is None:
                 return None if best is None else Solution(best, bound_s, stopped=True)
@@ -184,7 +189,7 @@ class _Program:
                     best = acts
             broken = self.simulator.over(acts, limit)
             fresh = [p for p in broken if p not in self._positions]
-            if left <= 0 or (budget is None and not fresh):
+            if budget is None and not fresh:
                 return None if best is None else Solution(best, bound_s, stopped=True)
             if budget is not None and not fresh:
                 # Over by less than the solver sees: rule out this choice, later all like it.
@@ -279,8 +284,6 @@ class _Program:
         cost[seconds] = PEAK_WEIGHT if budget is None else 1.0
         cost[peak] = 1.0 if budget is None else PEAK_WEIGHT
         high = np.ones(columns)
-        if not self._lane_share:
-            high[list(self.lanes.aways)] = 0.0
         high[[number for number, act in enumerate(self.acts) if not self._may(act)]] = 0.0
         high[acts:counts] = np.inf
         high[transit : transit + self.lanes.columns] = np.inf

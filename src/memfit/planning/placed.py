@@ -14,8 +14,8 @@ from memfit.planning.reserved import reserved_bytes
 from memfit.planning.simulate import Simulator
 
 MAX_TIGHTENINGS = 24
-TIGHTENING_S = 1.5  # for one of them
-TIGHTENINGS_S = 3.0  # for all; the last may begin just before
+# Of the time that a request allows, for one of them and for all; the last may begin just before.
+TIGHTENING, TIGHTENINGS = 3 / 8, 3 / 4
 
 Asked = Callable[[Request], Sequence[Choice]]  # the choices for a request, none if nothing fits
 
@@ -47,13 +47,15 @@ def tightened(
     target, first = request.budget, choices[0]
     assert target is not None
     known, tries = list(choices), iter(range(MAX_TIGHTENINGS))
-    deadline = time.process_time() + TIGHTENINGS_S  # other processes may be busy
+    one_s = TIGHTENING * request.time_limit_s
+    # Other processes may be busy.
+    deadline = time.process_time() + TIGHTENINGS * request.time_limit_s
 
     def over(asked: int) -> int | None:
         """By how much choices for so many bytes miss the target; None if there are none."""
         if time.process_time() > deadline or next(tries, None) is None:
             return None
-        found = ask(replace(request, budget=asked, time_limit_s=TIGHTENING_S))
+        found = ask(replace(request, budget=asked, time_limit_s=one_s))
         known.extend(
             replace(option, trim=first.trim, lower_bound_s=first.lower_bound_s) for option in found
         )

@@ -25,6 +25,7 @@ from memfit.planning.effects import effect_of
 from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
 from memfit.planning.segment.passes import backward_peak_bytes, movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
+from memfit.planning.techniques import ACTIVATIONS
 
 WORTH_A_VARIANT = 2e-3  # of the bytes times seconds that there are to win in all segments
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
@@ -77,6 +78,16 @@ class Simulator:
         self.effect = lru_cache(maxsize=None)(partial(effect_of, self))
         self.backward_peak_bytes = lru_cache(maxsize=None)(self._backward_peak_bytes)
         self.copies = Copies(self.graph, profile, self.copy)
+        self._only: dict[str, Simulator] = {}
+
+    def only(self, technique: str) -> Simulator:
+        """The same step, where of recompute and offload this one alone may be used."""
+        if technique not in self._only:
+            others = [t for t in self.techniques if t not in ACTIVATIONS]
+            self._only[technique] = Simulator(
+                self.profile, self.min_tensor_bytes, (technique, *others)
+            )
+        return self._only[technique]
 
     # -- what can be chosen -------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     except KeyboardInterrupt:
         if best is None:
             raise
-        return Choice(best, note="the solver was interrupted: best plan found so far, no bound")
+        return Choice(best, note=INTERRUPTED)
     moves = simulator.copy is not None
     if moves and (solution is None or _far_from_bound(simulator, solution)):
         # Copies make the program hard: another way to look for a plan may have been luckier.
@@ -106,6 +106,7 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
 
 
 WORTH_A_LOOK = 1e-3  # of the step's time
+INTERRUPTED = "the solver was interrupted: best plan found so far, no bound"
 
 STRATEGIES: dict[str, Strategy] = {
     "optimal": choose_optimal,

@@ -1,0 +1,140 @@
+"""Where plans may both recompute and move to the host: what each way finds by itself.
+
+The program of both together is hard, and where the allocator's placement counts it has to be solved
+many times. What recomputing or moving alone can do, and what the simple strategies choose, is found
+sooner. The fastest of all is then made faster by single changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from memfit.planning import optimal
+from memfit.planning.acts import Act, Pick
+from memfit.planning.improve import improved
+from memfit.planning.placed import held_bytes, holds, seconds
+from memfit.planning.request import Choice, Request
+from memfit.planning.simulate import Simulator
+from memfit.planning.strategies import INTERRUPTED, choose_optimal
+
+STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
+# Shares of the time limit; to recompute alone matters most.
+RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER = 0.6, 0.3, 0.2, 0.3
+IMPROVING_S = 2.0
+AS_FAST = 1e-3  # less of the step's time does not matter
+
+# The choice of a strategy for a simulator, in a share of the time limit.
+Choose = Callable[[Simulator, str, float], Choice | None]
+
+
+def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) -> Choice | None:
+    """The fastest choice that holds of all ways to plan, made faster; None where none holds.
+
+    What is proven for both together is the bound, whoever finds the choice.
+    """
+    assert request.budget is not None
+    together = _together(simulator, request)
+    bound_s = together[0].lower_bound_s if together else 0.0
+    holding = [choice for choice in together if _keeps(simulator, choice, request)]
+    if holding and together[-1].note == INTERRUPTED:
+        return holding[-1]
+    for rival in _rivals(simulator, choose):
+        if _keeps(simulator, rival, request):
+            holding.append(replace(rival, lower_bound_s=bound_s))
+    if not holding:  # to move alone is slow, but may take less memory
+        moved = _alone(simulator, "offload", OFFLOAD, choose)
+        holding += [moved] if moved is not None and _keeps(simulator, moved, request) else []
+    return made_faster(simulator, _best(simulator, holding), request) if holding else None
+
+
+def made_faster(simulator: Simulator, choice: Choice, request: Request) -> Choice:
+    """A choice that holds, after single changes that make it faster.
+
+    Where variants have to be compiled, by those that it has.
+    """
+    assert request.budget is not None
+    peak = simulator.peak_bytes(choice.acts)
+    # What the allocator adds to live bytes, it is likely to add again, or twice that, or half.
+    added = held_bytes(simulator, choice.acts, choice.trim) - peak
+    rooms = [request.budget - added]
+    if added:
+        rooms += [request.budget - 2 * added, request.budget - added // 2]
+
+    def fits(acts: Sequence[Act]) -> bool:
+        return _keeps(simulator, replace(choice, acts=tuple(acts)), request)
+
+    used = _variants(simulator, choice.acts)
+    candidates = [
+        act
+        for act in optimal.candidates(simulator)
+        if simulator.profile.executor != "inductor" or _variants(simulator, [act]) <= used
+    ]
+    acts = improved(simulator, choice.acts, candidates, fits, rooms, IMPROVING_S)
+    return replace(choice, acts=acts)
+
+
+def translated(choice: Choice, source: Simulator, simulator: Simulator) -> Choice:
+    """A choice for the same step in the numbers of another simulator's menus."""
+
+    def of(act: Act) -> Act:
+        if not isinstance(act, Pick):
+            return act
+        variant, graph = source.variant(act), source.graph.calls[act.call].graph
+        return replace(act, variant=simulator.offer(graph, variant.saved, variant.moved))
+
+    return replace(choice, acts=tuple(of(act) for act in choice.acts))
+
+
+def _together(simulator: Simulator, request: Request) -> list[Choice]:
+    """What the program of both finds: for the budget, and for less by what the allocator adds."""
+    assert request.budget is not None
+    shorter = replace(request, time_limit_s=TOGETHER * request.time_limit_s)
+    first = choose_optimal(simulator, shorter)
+    if first is None or holds(simulator, first, request.budget):
+        return [] if first is None else [first]
+    added = held_bytes(simulator, first.acts) - simulator.peak_bytes(first.acts)
+    second = choose_optimal(simulator, replace(shorter, budget=request.budget - added))
+    if second is None:
+        return [first]
+    return [first, replace(second, lower_bound_s=first.lower_bound_s)]
+
+
+def _rivals(simulator: Simulator, choose: Choose) -> Iterator[Choice]:
+    """What recomputing finds by itself, and the simple strategies."""
+    recomputed = _alone(simulator, "recompute", RECOMPUTE, choose)
+    if recomputed is not None:
+        yield recomputed
+    for strategy in STRATEGIES:
+        choice = choose(simulator, strategy, SIMPLE)
+        if choice is not None:
+            yield choice
+
+
+def _alone(simulator: Simulator, technique: str, share: float, choose: Choose) -> Choice | None:
+    """What is found for one technique; a table is filled soon enough."""
+    source = simulator.only(technique)
+    choice = choose(source, "optimal", 1.0 if optimal.is_quick(source) else share)
+    return None if choice is None else translated(choice, source, simulator)
+
+
+def _best(simulator: Simulator, choices: Sequence[Choice]) -> Choice:
+    """The fastest; where variants have to be compiled, of those as fast one that has few."""
+    fastest = min(choices, key=lambda choice: seconds(simulator, choice))
+    if simulator.profile.executor != "inductor":
+        return fastest
+    as_fast_s = (1 + AS_FAST) * seconds(simulator, fastest)
+    as_fast = [choice for choice in choices if seconds(simulator, choice) <= as_fast_s]
+    return min(as_fast, key=lambda choice: len(_variants(simulator, choice.acts)))
+
+
+def _variants(simulator: Simulator, acts: Sequence[Act]) -> set[tuple[int, int]]:
+    """The variants that acts pick, as (joint graph, number in its menu)."""
+    calls = simulator.graph.calls
+    return {(calls[act.call].graph, act.variant) for act in acts if isinstance(act, Pick)}
+
+
+def _keeps(simulator: Simulator, choice: Choice, request: Request) -> bool:
+    """Whether a choice stays within both budgets."""
+    host = float("inf") if request.host_bytes is None else request.host_bytes
+    return simulator.moved_bytes(choice.acts) <= host and holds(simulator, choice, request.budget)
