@@ -96,7 +96,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if choice is None or not fits:
         if budget is not None and (goal.strategy != "optimal" or least_bytes > budget):
             if least_bytes > budget:
-                raise nothing_fits(simulator, budget, minimum, minimum_bytes)
+                raise nothing_fits(simulator, budget, minimum, minimum_bytes, goal.techniques)
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
         choice = smallest if target is None else filled_up(simulator, smallest, target)

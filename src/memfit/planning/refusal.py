@@ -9,6 +9,8 @@ from memfit.planning.acts import Act
 from memfit.planning.simulate import Simulator
 from memfit.units import format_bytes
 
+WORTH_A_WORD = 0.1  # of the peak
+
 
 def blocking_tensors(simulator: Simulator, acts: Sequence[Act], most: int = 5) -> list[str]:
     """The largest blocks at the peak under `acts`, each with its bytes, maker and size."""
@@ -56,10 +58,36 @@ def strategy_fails(
     )
 
 
+def remedies(simulator: Simulator, acts: Sequence[Act], allowed: Sequence[str]) -> list[str]:
+    """Techniques that nobody allowed, of what stands large at the peak under `acts`."""
+    peak = simulator.timeline(acts).peak
+    known = {*allowed, *simulator.profile.setup}
+    return [
+        name
+        for name, size in (
+            ("tiled_loss", peak.total if _in_loss(simulator, peak.position) else 0),
+            ("step_in_backward", peak.bytes.get("gradients", 0)),
+            ("optimizer_offload", peak.bytes.get("optimizer_state", 0)),
+        )
+        if name not in known and size >= WORTH_A_WORD * peak.total
+    ]
+
+
+def _in_loss(simulator: Simulator, position: int) -> bool:
+    """Whether the moment lies after the last segment's forward and before its backward is over."""
+    last = simulator.graph.calls[-1]
+    return last.exit <= position <= max(last.need, last.done)
+
+
 def nothing_fits(
-    simulator: Simulator, budget: int, leanest: Sequence[Act], minimum: int
+    simulator: Simulator,
+    budget: int,
+    leanest: Sequence[Act],
+    minimum: int,
+    allowed: Sequence[str],
 ) -> InfeasibleError:
-    """A budget below what the leanest plan needs."""
+    """A budget below what the leanest plan needs, by the `allowed` techniques."""
+    more = ",".join(f"+{name}" for name in remedies(simulator, leanest, allowed))
     parts = incompressible_bytes(simulator, leanest)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
     return InfeasibleError(
@@ -72,5 +100,7 @@ def nothing_fits(
         budget_bytes=budget,
         minimum_bytes=minimum,
         incompressible_bytes=parts,
-        hint=f"try --budget {round(minimum * 1.02)}, a smaller batch, or bf16",
+        hint=f"try --budget {round(minimum * 1.02)}, "
+        + (f"--allow {more}, " if more else "")
+        + "a smaller batch, or bf16",
     )
