@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.recording import Marking, watched
@@ -24,7 +23,7 @@ from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
 from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied, plan_code, plan_engine
-from memfit.runtime.calls import Forward, Route, routed
+from memfit.runtime.calls import Direct, Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.setup import Setup
@@ -129,19 +128,6 @@ def weighed(reckoned_s: float, measured_s: float, error_s: float) -> float:
     return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
 
 
-class _Once:
-    """An engine that runs every call as its code does."""
-
-    replaying = False
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-
 def _compile_ahead(workload: Workload, plan: Plan) -> None:
     """Have the plan's variants compiled side by side, in a forward that keeps nothing."""
     compiled = compiled_segments(plan.executor)
@@ -150,7 +136,7 @@ def _compile_ahead(workload: Workload, plan: Plan) -> None:
     route = Route(plan.route, plan.model_calls)
     with (
         inplace_off(workload.model, plan.inplace_off),
-        routed(workload.model, route, _Once(), plan_code(plan)),
+        routed(workload.model, route, Direct(), plan_code(plan)),
         dropped_saved_tensors(lambda tensor: None),
         compiled.ahead(),
     ):

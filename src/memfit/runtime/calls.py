@@ -45,6 +45,19 @@ class Engine(Protocol):
     def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any: ...
 
 
+class Direct:
+    """An engine that only calls."""
+
+    replaying = False
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+
 @contextmanager
 def replaced_forward(module: torch.nn.Module, wrap: Wrap) -> Iterator[None]:
     """Run `wrap(forward)` in the place of the module's forward until the block is left."""

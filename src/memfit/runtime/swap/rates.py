@@ -12,7 +12,7 @@ import torch
 
 from memfit.ir.profile import CopyRates
 from memfit.measure.bandwidth import copy_rates
-from memfit.runtime.calls import Forward
+from memfit.runtime.calls import Direct
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.engine import CallMoves, Swap
 from memfit.runtime.swap.lanes import lanes_for
@@ -36,7 +36,7 @@ def host_seconds(device: torch.device) -> float:
     """
     lanes = lanes_for(device)
     arena = Arena(TENSORS * BYTES, lanes.pinned)
-    plain = _Direct()
+    plain = Direct()
     moving = Swap(plain, {0: CallMoves(None, 1, 1, 0)}, 1, arena, lanes)
     x = torch.ones(BYTES // 4, device=device, requires_grad=True)
 
@@ -59,16 +59,3 @@ def _sines(x: torch.Tensor) -> torch.Tensor:
     for _ in range(TENSORS):  # each keeps what it is given
         x = x.sin()
     return x
-
-
-class _Direct:
-    """An engine that only calls."""
-
-    replaying = False
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def __call__(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
