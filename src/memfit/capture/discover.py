@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors
 from memfit.runtime.calls import Forward, replaced_forward
+from memfit.runtime.loss_calls import LOSS, loss_calls, loss_module
 from memfit.runtime.recompute import is_statistics_norm
 from memfit.workload import Workload, unwrap
 
@@ -38,12 +39,13 @@ class Visit:
     mutated_inputs: frozenset[int] = frozenset()
     mutated_buffers: tuple[str, ...] = ()
     container: bool = False
+    several: bool = False  # whether it runs several operators of its own, and no module
     storages: set[StorageWeakRef] = field(default_factory=set, repr=False)
 
     @property
     def leaf(self) -> bool:
-        """Whether it called no other module."""
-        return not self.children
+        """Whether it is a single layer: it called no other module."""
+        return not self.children and not self.several
 
     def walk(self) -> Iterator[Visit]:
         """This visit and all below it, in calling order."""
@@ -97,6 +99,7 @@ class _Watch:
             self.counts[name] = number + 1
             visit = Visit(name, type(module).__name__, number)
             visit.container = type(module) is torch.nn.Sequential
+            visit.several = name == LOSS
             self.stack[-1].children.append(visit)
             tensors = _tensors((args, kwargs))
             visit.inputs = tuple(self.serial(t) for t in tensors)
@@ -131,19 +134,23 @@ class _Watch:
         visit.mutated_inputs |= {self.serial(t) for t, v in versions if t._version != v}
 
 
-def discover(workload: Workload) -> Discovery:
-    """Run one forward and return its tree of module calls."""
+def discover(workload: Workload, *, loss: bool = False) -> Discovery:
+    """Run one forward and return its tree of module calls; with `loss`, the cross-entropy's too."""
     watch = _Watch(workload)
+    modules = dict(watch.model.named_modules())
     with ExitStack() as stack:
-        for name, module in watch.model.named_modules():
+        if loss:
+            modules[LOSS] = loss_module(watch.model)
+            stack.enter_context(loss_calls(watch.model))
+        for name, module in modules.items():
             stack.enter_context(replaced_forward(module, partial(watch.wrap, name, module)))
         stack.enter_context(dropped_saved_tensors(watch.pack))
         stack.enter_context(explained_errors(workload))
-        loss = workload.compute_loss().detach()
+        made = workload.compute_loss().detach()
         watch._check_recent()
     for visit in watch.root.walk():
         visit.storages = set()
-    return Discovery(watch.root, watch.counts, loss)
+    return Discovery(watch.root, watch.counts, made)
 
 
 @contextmanager

@@ -9,23 +9,25 @@ import torch
 from memfit.capture.discover import discover
 from memfit.capture.segments import Segment, choose_segments
 from memfit.errors import ModelError
+from memfit.runtime.calls import named_modules
 from memfit.runtime.inplace import inplace_modules, inplace_off
 from memfit.runtime.random_state import RandomState
-from memfit.workload import Workload, unwrap
+from memfit.workload import Workload
 
 
 def find_segments(
-    workload: Workload, patterns: Sequence[str] | None = None
+    workload: Workload, patterns: Sequence[str] | None = None, *, loss: bool = False
 ) -> tuple[tuple[Segment, ...], tuple[str, ...]]:
     """Return the segment calls, and the modules whose `inplace` must be off to recompute them.
 
     A segment that begins by changing its own input in place cannot be repeated from that input.
     Where a module with `inplace=True` does it, switching that off makes the segment safe, unless
     somebody reads the changed input: then the loss is another, and the segment stays as it is.
-    Single layers are left alone: inside a run they are safe as they are.
+    Single layers are left alone: inside a run they are safe as they are. With `loss`, the
+    cross-entropy is a segment, too.
     """
     random = RandomState.of([workload.device])
-    found = discover(workload)
+    found = discover(workload, loss=loss)
     segments = choose_segments(found, patterns)
     if not segments:
         raise ModelError(
@@ -33,7 +35,7 @@ def find_segments(
             hint="loss_fn must run the model's modules by calling them: model(batch)",
         )
     pinned = {s.visit.module for s in segments if s.pinned and not s.visit.leaf}
-    modules = dict(unwrap(workload.model).named_modules())
+    modules = named_modules(workload.model, pinned)
     names = [
         f"{outer}.{inner}" if inner else outer
         for outer in sorted(pinned)
@@ -42,7 +44,7 @@ def find_segments(
     if not names:
         return segments, ()
     with inplace_off(workload.model, names), random.replayed():
-        changed = discover(workload)
+        changed = discover(workload, loss=loss)
     if not torch.allclose(changed.loss, found.loss, rtol=1e-6, atol=0, equal_nan=True):
         return segments, ()
     safe = choose_segments(changed, patterns)

@@ -47,7 +47,8 @@ def profile_workload(
     copy = swap_rates(workload.device)
     with untouched(workload), setup or nullcontext():
         say("finding segments")
-        found, inplace = find_segments(workload, segments)
+        # Operator by operator a loss takes what it takes in the plain step: nothing to plan there.
+        found, inplace = find_segments(workload, segments, loss=executor == "inductor")
         with inplace_off(workload.model, inplace):
             say("capturing segments")
             captured = capture_segments(workload, found, executor)

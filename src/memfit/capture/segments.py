@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 from memfit.capture.discover import Discovery, Visit
 from memfit.errors import UsageError
+from memfit.runtime.loss_calls import LOSS
 
 LARGE_SHARE = 0.2  # of all saved bytes: more than this in one segment leaves the plan no choice
 EVERY_LAYER = "**"
@@ -36,6 +37,10 @@ def choose_segments(
 ) -> tuple[Segment, ...]:
     """Return the step's segment calls in calling order."""
     chosen = _by_name(discovery, patterns) if patterns else _by_shape(discovery)
+    losses = sum(visit.module == LOSS for visit in chosen)
+    if losses < discovery.visits_of.get(LOSS, 0):
+        # Another one lies inside a segment, whose compiled code does not call it: leave all alone.
+        chosen = [visit for visit in chosen if visit.module != LOSS]
     model_calls = max(discovery.visits_of.get("", 1), 1)
     segments = []
     before: Visit | None = None
@@ -87,8 +92,10 @@ def _descend(visit: Visit) -> list[Visit]:
             found.extend(_descend(child))
         else:
             found.append(child)
-    if visit.kind == "step" and len(found) == 1 and found[0] in visit.children:
-        return _descend(found[0]) or found
+    modules = [v for v in found if v.module != LOSS]
+    if visit.kind == "step" and len(modules) == 1 and modules[0] in visit.children:
+        at = found.index(modules[0])
+        found[at : at + 1] = _descend(modules[0]) or modules
     return found
 
 

@@ -7,7 +7,7 @@ in the step, with the number the call has in the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import PlanFileError
+from memfit.runtime.loss_calls import LOSS, expect_loss, loss_calls, loss_module
 from memfit.workload import unwrap
 
 Forward = Callable[..., Any]
@@ -33,7 +34,7 @@ class Route:
 
 
 class Engine(Protocol):
-    """Runs the forward of segment call `index`; the model's forward lies between begin and end."""
+    """Runs the forward of segment call `index`; all calls of a step lie between begin and end."""
 
     @property
     def replaying(self) -> bool: ...
@@ -74,8 +75,9 @@ def replaced_forward(module: torch.nn.Module, wrap: Wrap) -> Iterator[None]:
 
 
 def named_modules(model: torch.nn.Module, names: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """The modules of these names; PlanFileError when the model has not got one."""
-    modules = dict(unwrap(model).named_modules())
+    """The modules of these names, LOSS among them; PlanFileError when the model has not got one."""
+    model = unwrap(model)
+    modules = {**dict(model.named_modules()), LOSS: loss_module(model)}
     missing = [name for name in names if name not in modules]
     if missing:
         raise PlanFileError(
@@ -109,6 +111,8 @@ class Router:
         self._seen: dict[str, int] = {}
         self._model_calls = route.model_calls
         self._model_seen = 0
+        self._losses_left = 0  # segments that are losses and still to come in the step
+        self._model_returned = False
         self._evaluating = False
         self._undo: list[Any] = []
 
@@ -116,13 +120,17 @@ class Router:
         """Count calls from the start of a step again."""
         self._seen.clear()
         self._model_seen = 0
+        self._losses_left = self._visits.get(LOSS, 0) if torch.is_grad_enabled() else 0
+        self._model_returned = False
         self.engine.begin()
 
     def install(self) -> None:
         """Replace the forwards of the segments' modules, and of the model to see steps begin."""
         for name, module in named_modules(self.model, self._indices).items():
-            self._replace(module, partial(self._segment, name))
-        self._replace(self.model, self._root)
+            self._change(replaced_forward(module, partial(self._segment, name)))
+        self._change(replaced_forward(self.model, self._root))
+        if LOSS in self._indices:
+            self._change(loss_calls(self.model))
 
     def uninstall(self) -> None:
         """Put every forward back as it was."""
@@ -130,8 +138,7 @@ class Router:
             self._undo.pop().__exit__(None, None, None)
         self.begin()
 
-    def _replace(self, module: torch.nn.Module, wrap: Wrap) -> None:
-        change = replaced_forward(module, wrap)
+    def _change(self, change: AbstractContextManager[None]) -> None:
         change.__enter__()
         self._undo.append(change)
 
@@ -142,12 +149,18 @@ class Router:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.engine.replaying or self._evaluating:
                 return forward(*args, **kwargs)
+            if name == LOSS and not self._losses_left:  # of something else than the step
+                return forward(*args, **kwargs)
             number = self._seen.get(name, 0)
             self._seen[name] = number + 1
             index = indices.get(number % visits)
             if index is None:  # this call of the module lies inside another segment
                 return forward(*args, **kwargs)
-            return self.engine(index, bound.get(index, forward), args, kwargs)
+            output = self.engine(index, bound.get(index, forward), args, kwargs)
+            if name == LOSS:
+                self._losses_left -= 1
+                self._end_if_over()
+            return output
 
         return call
 
@@ -158,6 +171,7 @@ class Router:
             if self._model_seen % self._model_calls == 0:
                 self.begin()
             self._model_seen += 1
+            expect_loss(self.model)
             if self._inputs is not None:
                 self._inputs((args, kwargs))
             try:
@@ -165,11 +179,17 @@ class Router:
             except BaseException:
                 self.begin()
                 raise
-            if self._model_seen % self._model_calls == 0:
-                self.engine.end()
+            self._model_returned = self._model_seen % self._model_calls == 0
+            self._end_if_over()
             return output
 
         return call
+
+    def _end_if_over(self) -> None:
+        """The step's forward is over when the model and all losses that are segments returned."""
+        if self._model_returned and not self._losses_left:
+            self._model_returned = False
+            self.engine.end()
 
     def _evaluate(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Run a forward that is no part of a step: it must not count as one of its calls."""

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 
 from memfit.errors import UsageError
+from memfit.runtime.calls import named_modules
 from memfit.runtime.lowbit.int8_weights import Int8Weights
 from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
@@ -100,9 +101,8 @@ class Setup(Stacked):
 
 def _by_module(model: torch.nn.Module, names: Sequence[str]) -> Iterator[Parameters]:
     """The parameters of each module, then those of no module; each once."""
-    modules = dict(model.named_modules())
     seen: set[int] = set()
-    for owner in [*(modules[name] for name in dict.fromkeys(names)), model]:
+    for owner in [*named_modules(model, names).values(), model]:
         group = [p for p in owner.parameters() if id(p) not in seen]
         seen.update(id(p) for p in group)
         yield group

@@ -284,3 +284,38 @@ def test_a_model_used_twice_in_one_loss(zoo: SimpleNamespace) -> None:
     calls = [(s.visit.module, s.visit.number) for s in segments if not s.visit.leaf]
     blocks = [f"stack.blocks.{i}" for i in range(3)]
     assert calls == [*((b, 0) for b in blocks), *((b, 1) for b in blocks)]
+
+
+def _cross_entropy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(batch).flatten(0, -2)
+    return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def test_a_loss_outside_of_the_model_is_the_last_segment_if_asked_for(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack, loss=_cross_entropy)
+    segments, _ = find_segments(workload, loss=True)
+    assert [s.visit.module for s in segments] == [*_names(workload), "loss()"]
+    assert not segments[-1].visit.leaf
+
+
+def test_a_model_without_blocks_is_opened_beside_its_loss(zoo: SimpleNamespace) -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    segments, _ = find_segments(zoo.workload(layers, loss=_cross_entropy), loss=True)
+    assert [s.visit.module for s in segments] == ["0", "1", "2", "loss()"]
+
+
+def test_losses_stay_as_they_are_where_one_lies_inside_a_segment(zoo: SimpleNamespace) -> None:
+    class Judged(zoo.Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y + nn.functional.cross_entropy(y, torch.zeros_like(y)).detach()
+
+    def judging() -> nn.Module:
+        model = zoo.Stack()
+        model.blocks = nn.ModuleList(Judged() for _ in range(3))
+        return model
+
+    segments, _ = find_segments(zoo.workload(judging, loss=_cross_entropy), loss=True)
+    assert "loss()" not in {s.visit.module for s in segments}

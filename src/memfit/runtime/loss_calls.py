@@ -1,0 +1,120 @@
+"""The cross-entropy of a step as a module, so that it can be a segment as modules are.
+
+A loss is a function, called in the model or after it: torch's F.cross_entropy, or around it the one
+that a language model of transformers says it uses, which makes its logits float32 first. While
+`loss_calls` is at work, a call that needs a gradient goes through a module that has no parameters
+and stands beside the model; what is done to a segment's forward can be done to that one's. A
+function that somebody else put into torch's place is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+LossFunction = Callable[..., torch.Tensor]
+
+LOSS = "loss()"  # its name among the names of modules; none of theirs looks like it
+_PLAIN = F.cross_entropy
+_OF_LANGUAGE_MODELS = ("ForCausalLMLoss", "ForMaskedLMLoss")
+
+
+class Loss(torch.nn.Module):
+    """Calls a loss function."""
+
+    def forward(self, function: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return function(*args, **kwargs)
+
+
+_beside: WeakKeyDictionary[torch.nn.Module, Loss] = WeakKeyDictionary()
+_at_work: list[Loss] = []
+_inside = False  # whether a loss function is running: one may call the other
+
+
+def loss_module(model: torch.nn.Module) -> Loss:
+    """The module that stands for the loss beside this model, always the same one."""
+    if model not in _beside:
+        _beside[model] = Loss()
+    return _beside[model]
+
+
+@contextmanager
+def loss_calls(model: torch.nn.Module) -> Iterator[None]:
+    """Hand losses that need a gradient to `loss_module(model)` until the block is left.
+
+    Of several models the one that was called last gets them: see `expect_loss`.
+    """
+    module = loss_module(model)
+    with ExitStack() as stack:
+        for owner in model.modules():
+            stack.enter_context(_own_loss(owner, outermost=owner is model))
+        _at_work.append(module)
+        stack.callback(_stop, module)
+        if F.cross_entropy is _PLAIN:
+            F.cross_entropy = _cross_entropy
+        yield
+
+
+def expect_loss(model: torch.nn.Module) -> None:
+    """The model is called: a loss that comes now is likely its own."""
+    if len(_at_work) > 1 and (module := _beside.get(model)) in _at_work:
+        _at_work.remove(module)
+        _at_work.append(module)
+
+
+def _stop(module: Loss) -> None:
+    _at_work.remove(module)
+    if not _at_work and F.cross_entropy is _cross_entropy:
+        F.cross_entropy = _PLAIN
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _hand_over(_PLAIN, *args, **kwargs)
+
+
+def _hand_over(function: LossFunction, *args: Any, **kwargs: Any) -> torch.Tensor:
+    global _inside
+    if torch.compiler.is_compiling() or _inside or not _at_work or not _needed(args, kwargs):
+        return function(*args, **kwargs)
+    _inside = True
+    try:
+        return _at_work[-1](function, *args, **kwargs)
+    finally:
+        _inside = False
+
+
+def _needed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a gradient is wanted, of plain tensors alone."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    plain = all(type(tensor) is torch.Tensor for tensor in tensors)
+    return plain and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+@contextmanager
+def _own_loss(owner: Any, outermost: bool) -> Iterator[None]:
+    """Hand over the loss function of a language model of transformers; it has a place for one."""
+    has_place = isinstance(getattr(type(owner), "loss_function", None), property)
+    # Others than the outermost have none unless their kind of model is known by name.
+    if not has_place or not (outermost or getattr(owner, "loss_type", None)):
+        yield
+        return
+    function = owner.loss_function
+    if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
+        yield
+        return
+    before = owner.__dict__.get("_loss_function")
+    owner.loss_function = partial(_hand_over, function)
+    try:
+        yield
+    finally:
+        if before is None:
+            del owner._loss_function
+        else:
+            owner.loss_function = before
