@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from memfit.api import fit_workload, profile
 from memfit.fitted import Fitted
+from memfit.ir.step_graph import LOSS
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
-from memfit.runtime.loss_calls import LOSS
 from memfit.workload import Workload
 
 pytestmark = pytest.mark.slow

@@ -16,10 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.ir.step_graph import LOSS
 from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors
 from memfit.runtime.calls import Forward, replaced_forward
-from memfit.runtime.loss_calls import LOSS, loss_calls, loss_module
+from memfit.runtime.loss_calls import loss_calls, loss_module
 from memfit.runtime.recompute import is_statistics_norm
 from memfit.workload import Workload, unwrap
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from memfit.capture.discover import Discovery, Visit
 from memfit.errors import UsageError
-from memfit.runtime.loss_calls import LOSS
+from memfit.ir.step_graph import LOSS
 
 LARGE_SHARE = 0.2  # of all saved bytes: more than this in one segment leaves the plan no choice
 EVERY_LAYER = "**"

@@ -12,6 +12,7 @@ STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
 FEW_CALLS, LONG_RUNS = 30, (6, 8, 12, 16)
 CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
+LOSS = "loss()"  # where a loss function is a segment: its name among those of modules
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.errors import InfeasibleError
+from memfit.ir.step_graph import LOSS
 from memfit.planning.acts import Act
 from memfit.planning.simulate import Simulator
 from memfit.units import format_bytes
@@ -74,9 +75,9 @@ def remedies(simulator: Simulator, acts: Sequence[Act], allowed: Sequence[str]) 
 
 
 def _in_loss(simulator: Simulator, position: int) -> bool:
-    """Whether the moment lies after the last segment's forward and before its backward is over."""
-    last = simulator.graph.calls[-1]
-    return last.exit <= position <= max(last.need, last.done)
+    """Whether the moment lies after the model's last segment and before its backward is over."""
+    modules = [call for call in simulator.graph.calls if call.module != LOSS]
+    return not modules or modules[-1].exit <= position <= max(modules[-1].need, modules[-1].done)
 
 
 def nothing_fits(

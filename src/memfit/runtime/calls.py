@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import PlanFileError
-from memfit.runtime.loss_calls import LOSS, expect_loss, loss_calls, loss_module
+from memfit.ir.step_graph import LOSS
+from memfit.runtime.loss_calls import expect_loss, loss_calls, loss_module
 from memfit.workload import unwrap
 
 Forward = Callable[..., Any]

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 LossFunction = Callable[..., torch.Tensor]
 
-LOSS = "loss()"  # its name among the names of modules; none of theirs looks like it
 _PLAIN = F.cross_entropy
 _OF_LANGUAGE_MODELS = ("ForCausalLMLoss", "ForMaskedLMLoss")
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memfit.ir.step_graph import LOSS
 from memfit.runtime.calls import Direct, Route, routed
-from memfit.runtime.loss_calls import LOSS
 
 LABELS = torch.zeros(24, dtype=torch.int64)
 
