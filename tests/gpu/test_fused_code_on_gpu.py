@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import memfit
+from memfit.api import fit_workload
+from memfit.ir.step_graph import LOSS
 from memfit.measure.step import run_backward, untouched
 from memfit.planning.simulate import Simulator
 from memfit.runtime.apply import Applied
@@ -48,3 +50,23 @@ def test_a_norm_that_hands_over_what_it_made_repeats_itself(
     losses = {loss(plan) for _ in range(RUNS)}
     assert len(losses) == 1
     assert abs(losses.pop() - loss(plan.unplanned())) < 1e-3
+
+
+def test_a_fused_loss_holds_the_logits_and_their_gradient_alone() -> None:
+    """Eagerly three float32 copies of bf16 logits; here they and their gradient, both bf16."""
+    workload = resolve_target(
+        "transformers:gpt2", device="cuda", batch=8, seq=512, dtype="bf16", overrides=FEW
+    )
+    profile = memfit.profile(workload, executor="inductor")
+    eager = memfit.profile(workload, executor="module")
+    assert profile.graph.calls[-1].module == LOSS and not profile.uncaptured
+    assert profile.baseline is not None and eager.baseline is not None
+    logits = 8 * 512 * 50257
+    saved = eager.baseline.peak_bytes - profile.baseline.peak_bytes
+    assert saved > (3 * 4 - 2 * 2) * logits * 0.9
+    assert profile.step_s < 1.05 * eager.step_s
+    made = fit_workload(workload, "95%", executor="inductor", profiled=profile)
+    result = made.result
+    made.undo()
+    assert result.numerics.agree
+    assert abs(result.measured.peak_bytes / result.predicted.peak_bytes - 1) < 0.03
