@@ -199,9 +199,10 @@ def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
 def test_a_loss_outside_of_the_model_in_tiles(executor: str) -> None:
     sizes = {"n_layer": "2", "n_embd": "64", "n_head": "2", "n_ff": "128", "vocab_size": "4000"}
     workload = resolve_target("encoder", device="cpu", batch=4, seq=64, overrides=sizes)
+    budget = "12MiB"
     with pytest.raises(InfeasibleError):
-        fit_workload(workload, "56%", executor=executor, steps=1)
-    with fit_workload(workload, "56%", allow="+tiled_loss", executor=executor, steps=1) as fitted:
+        fit_workload(workload, budget, executor=executor, steps=1)
+    with fit_workload(workload, budget, allow="+tiled_loss", executor=executor, steps=1) as fitted:
         result = fitted.result
         assert fitted.plan.setup == ("tiled_loss",)
         assert result.measured.peak_bytes <= result.budget_bytes
@@ -209,7 +210,8 @@ def test_a_loss_outside_of_the_model_in_tiles(executor: str) -> None:
         assert result.numerics.agree and not result.numerics.bitwise_vs_unplanned
         assert torch.isfinite(fitted.step(workload.batch))
         logits = 4 * 4 * 64 * 4000
-        assert result.baseline.peak_bytes - result.measured.peak_bytes > 2 * logits
+        copies = 1 if executor == "inductor" else 2  # a fused loss makes one less
+        assert result.baseline.peak_bytes - result.measured.peak_bytes > copies * logits
 
 
 def test_logits_that_do_not_go_to_cross_entropy() -> None:
