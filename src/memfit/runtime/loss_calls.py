@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,7 +52,7 @@ def loss_calls(model: torch.nn.Module) -> Iterator[None]:
     module = loss_module(model)
     with ExitStack() as stack:
         for owner in model.modules():
-            stack.enter_context(_own_loss(owner, outermost=owner is model))
+            stack.enter_context(_own_loss(owner))
         _at_work.append(module)
         stack.callback(_stop, module)
         if F.cross_entropy is _PLAIN:
@@ -97,23 +96,28 @@ def _needed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _own_loss(owner: Any, outermost: bool) -> Iterator[None]:
-    """Hand over the loss function of a language model of transformers; it has a place for one."""
+def _own_loss(owner: Any) -> Iterator[None]:
+    """Hand over the loss function of a language model of transformers; it has a place for one.
+
+    Which it is shows when it is called: asked before, a model that has none warns.
+    """
     has_place = isinstance(getattr(type(owner), "loss_function", None), property)
-    # Others than the outermost have none unless their kind of model is known by name.
-    if not has_place or not (outermost or getattr(owner, "loss_type", None)):
+    if not has_place or "_loss_function" in owner.__dict__:  # somebody else's
         yield
         return
-    function = owner.loss_function
-    if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
-        yield
-        return
-    before = owner.__dict__.get("_loss_function")
-    owner.loss_function = partial(_hand_over, function)
+
+    def late(*args: Any, **kwargs: Any) -> torch.Tensor:
+        del owner._loss_function
+        try:
+            function = owner.loss_function
+        finally:
+            owner.loss_function = late
+        if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
+            return function(*args, **kwargs)
+        return _hand_over(function, *args, **kwargs)
+
+    owner.loss_function = late
     try:
         yield
     finally:
-        if before is None:
-            del owner._loss_function
-        else:
-            owner.loss_function = before
+        del owner._loss_function

@@ -130,8 +130,11 @@ def test_a_language_model_hands_over_the_loss_it_uses_once() -> None:
     before = dict(model.__dict__)
     tokens, noted = torch.randint(11, (2, 5)), _Noted()
     expected = model(tokens, labels=tokens).loss
-    torch.manual_seed(0)
-    with replaced_forward(calls.loss_module(model), noted), calls.loss_calls(model):
+    with (
+        replaced_forward(calls.loss_module(model), noted),
+        calls.loss_calls(model),
+        calls.loss_calls(model),  # as where a plan is at work and another is made
+    ):
         loss = model.eval()(tokens, labels=tokens).loss
     # The one around torch's own, which runs inside of it.
     assert [f.__name__ for f in noted.functions] == ["ForCausalLMLoss"]
