@@ -1,4 +1,9 @@
-"""What the benchmarks share: a report file that a cut-off run goes on with, and its heading."""
+"""What the benchmarks share: options, a report file that a cut-off run goes on with, its heading.
+
+A benchmark is a list of units, the most telling first. Each is saved as it ends; what the file has
+is not run again, what failed is. `--time-limit` starts none that would not end in time,
+`--estimate` says how long the missing ones take, `--tiny` tries it out with models of a few layers.
+"""
 
 from __future__ import annotations
 
@@ -9,86 +14,170 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
+import time
+import traceback
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import memfit
-from memfit.bench.machine import held_clock
+from memfit.bench.machine import FREE, held_clock
+from memfit.bench.order import UNKNOWN_CELL_S
 from memfit.measure.device import device_facts
 from memfit.verify.deterministic import CUBLAS
 
 MIB = 2**20
+Report = dict[str, Any]
+Row = dict[str, Any]
+# Not compared: of the same GPU and torch, other drivers and host machines may go on with a file.
+SAME = ("gpu", "torch")
 
 
-def load_report(path: Path, *sections: str) -> dict[str, Any]:
-    """The report in the file, or an empty one of this machine with these sections."""
-    if path.exists():
-        report: dict[str, Any] = json.loads(path.read_text())
-        if (report["machine"].get("clock") or "free") != "free":  # as in the rows that are there
-            _lock_clock()
-        return report
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    facts = device_facts(device)
-    return {
-        "machine": {
-            "gpu": facts.name,
-            "clock": _lock_clock(),
-            "driver": facts.driver,
-            "torch": facts.torch,
-            "python": platform.python_version(),
-            "memfit": memfit.__version__,
-            "cublas": os.environ.get(CUBLAS),
-        },
-        "command": _command(sys.argv),
-        **{section: {} for section in sections},
-    }
+@dataclass(frozen=True)
+class Unit:
+    """One row of the report: where it goes, how to get it, and about how long that takes."""
+
+    rows: MutableMapping[str, Any]
+    key: str
+    run: Callable[[], Row]
+    label: str  # in what is said, and among the report's seconds
+    seconds: float | None = None  # on an H200; None: as long as a cell of `memfit bench`
+
+    @property
+    def missing(self) -> bool:
+        """Whether it has to be run: a row that says why it failed is tried again."""
+        row = self.rows.get(self.key)
+        return not row or "error" in row
 
 
-def arguments_of(
+def parser_of(
     description: str | None, output: str, names: Iterable[str]
 ) -> argparse.ArgumentParser:
-    """A parser for the file to write and the names to run."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("-o", "--output", type=Path, default=Path(output))
-    parser.add_argument("--only", nargs="*", default=list(names), metavar="NAME")
+    """A parser with the options that every benchmark has; `names` are what --only chooses from."""
+    known = list(names)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, default=Path(output), help="JSON file")
+    parser.add_argument(
+        "--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known)
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps of each kind to time")
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="for all units together"
+    )
+    parser.add_argument("--estimate", action="store_true", help="only say how long it takes")
+    parser.add_argument("--tiny", action="store_true", help="models of a few layers, to try it out")
     return parser
 
 
-def save_report(path: Path, report: dict[str, Any], table: str) -> None:
-    """Write the report as JSON, and its tables beside it."""
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table)
+def open_report(arguments: argparse.Namespace, *sections: str, elsewhere: bool = False) -> Report:
+    """The report in the file, or an empty one of this machine with these sections.
+
+    Refuses a file of another machine, unless what is added comes from no machine (`elsewhere`).
+    """
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    path: Path = arguments.output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = json.loads(path.read_text()) if path.exists() else {}
+    here = _machine()
+    there = report.setdefault("machine", here)
+    other = [
+        f"{k} was {there.get(k)!r} and is {here[k]!r}" for k in SAME if there.get(k) != here[k]
+    ]
+    if other and not (elsewhere or arguments.estimate):
+        raise SystemExit(
+            f"{path} has results of another machine: {', '.join(other)}; use another -o"
+        )
+    if not arguments.estimate and not elsewhere:
+        if "command" not in report or (there.get("clock") or FREE) != FREE:  # as in the rows there
+            there["clock"] = _lock_clock()
+        _add_command(report)
+    for section in (*sections, "seconds"):
+        report.setdefault(section, {})
+    return report
 
 
-def fill(
-    path: Path,
-    section: str,
-    names: Iterable[str],
-    make: Callable[[str], Any],
-    markdown: Callable[[dict[str, Any]], str],
+def run_units(
+    arguments: argparse.Namespace,
+    report: Report,
+    units: Iterable[Unit],
+    markdown: Callable[[Report], str],
 ) -> None:
-    """Make what the report in the file lacks, row by row, and print its tables."""
-    report = load_report(path, section)
-    add_command(report)
-    for name in names:
-        if name not in report[section]:
-            say(name)
-            report[section][name] = make(name)
-            save_report(path, report, markdown(report))
-            gc.collect()
-            torch.cuda.empty_cache()
-    print(markdown(report))
+    """Run what is missing, save after each, and print the tables.
+
+    With a time limit none is begun that would not end in time; those left are said at the end.
+    """
+    begun = time.monotonic()
+    left: list[Unit] = []
+    for unit in units:
+        if not unit.missing:
+            continue
+        passed = time.monotonic() - begun
+        limit_s, expected = arguments.time_limit, expected_s(unit, report)
+        if arguments.estimate or (limit_s is not None and passed + expected > limit_s):
+            left.append(unit)
+            continue
+        say(f"{passed:5.0f} s  {unit.label} (about {expected:.0f} s)")
+        start = time.monotonic()
+        unit.rows[unit.key] = _tried(unit)
+        report["seconds"][unit.label] = round(time.monotonic() - start, 1)
+        save_report(arguments.output, report, markdown(report))
+        tidy()
+    if not arguments.estimate:
+        print(markdown(report))
+    for unit in left:
+        print(f"left: {expected_s(unit, report):6.0f} s  {unit.label}")
+    if left:
+        print(f"left: {sum(expected_s(unit, report) for unit in left):6.0f} s  in all")
 
 
-def add_command(report: dict[str, Any]) -> None:
-    """Name this run's command in a report that an earlier run began."""
-    command = _command(sys.argv)
-    if command not in report["command"].split("; "):
-        report["command"] += f"; {command}"
+def expected_s(unit: Unit, report: Report) -> float:
+    """Seconds that a unit will take: as it took before, else as it says, else as a cell."""
+    before: float | None = report["seconds"].get(unit.label)
+    return before or (UNKNOWN_CELL_S if unit.seconds is None else unit.seconds)
+
+
+def _tried(unit: Unit) -> Row:
+    """The unit's row; a failure is one, too: the other units are worth having all the same."""
+    try:
+        return unit.run()
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def tidy() -> None:
+    """Give back all memory that is held in reserve, pinned memory too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        empty_host_cache()
+
+
+def empty_host_cache() -> None:
+    """Unpin the blocks that torch keeps for the next copy; they count as used host memory."""
+    for name in ("_host_emptyCache", "_accelerator_emptyHostCache"):  # 2.11 and 2.13
+        if hasattr(torch._C, name):
+            getattr(torch._C, name)()
+            return
+
+
+def save_report(path: Path, report: Report, table: str) -> None:
+    """Write the report as JSON, and its tables beside it; what was there stays whole until then."""
+    for file, text in (
+        (path, json.dumps(report, indent=1) + "\n"),
+        (path.with_suffix(".md"), table),
+    ):
+        beside = file.with_name(f"{file.name}.part")
+        beside.write_text(text)
+        beside.replace(file)
 
 
 def say(text: str) -> None:
@@ -96,7 +185,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def heading(title: str, report: dict[str, Any]) -> list[str]:
+def heading(title: str, report: Report) -> list[str]:
     """The first lines of a report in Markdown: machine, versions, command, units."""
     machine = report["machine"]
     return [
@@ -110,6 +199,20 @@ def heading(title: str, report: dict[str, Any]) -> list[str]:
         *(("", report["note"]) if "note" in report else ()),
         "",
     ]
+
+
+def _machine() -> dict[str, Any]:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    facts = device_facts(device)
+    return {
+        "gpu": facts.name,
+        "clock": None,
+        "driver": facts.driver,
+        "torch": facts.torch,
+        "python": platform.python_version(),
+        "memfit": memfit.__version__,
+        "cublas": os.environ.get(CUBLAS),
+    }
 
 
 def _lock_clock() -> str | None:
@@ -127,12 +230,20 @@ def _settings_text(machine: dict[str, Any]) -> str:
     return clock + (f", {CUBLAS}={machine['cublas']}" if machine.get("cublas") else "")
 
 
+def _add_command(report: Report) -> None:
+    """Name this run's command in the report."""
+    command = _command(sys.argv)
+    known = report["command"].split("; ") if "command" in report else []
+    if command not in known:
+        report["command"] = "; ".join([*known, command])
+
+
 def _command(words: list[str]) -> str:
-    """The command line, without the file it writes to: that is a place on one machine."""
+    """The command line, without where it writes to and for how long: those are of one occasion."""
     kept = [f"benchmarks/{Path(words[0]).name}"]
     rest = iter(words[1:])
     for word in rest:
-        if word in ("-o", "--output"):
+        if word in ("-o", "--output", "--time-limit"):
             next(rest, None)
         else:
             kept.append(f'"{word}"' if " " in word else word)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from common import say
+from common import empty_host_cache, say
+from systems import System, a_a_spread, measure_systems, peak_of, traffic
 
 import memfit
 from memfit.errors import InfeasibleError
@@ -21,8 +22,7 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.swap.host_memory import default_host_budget, free_host_bytes
 from memfit.verify.numerics import check_numerics
 from memfit.workload import Workload
-from swapping.session import Session, empty_host_cache
-from swapping.systems import System, a_a_spread, measure_systems, peak_of, traffic
+from swapping.session import Session
 
 # What may be done to hold the peer's peak.
 AT_ITS_PEAK = {"moved, at its peak": ("offload",), "both, at its peak": ("recompute", "offload")}

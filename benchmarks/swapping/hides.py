@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common import say
+from systems import System, a_a_spread, measure_systems, traffic
 
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
@@ -15,7 +16,6 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.verify.numerics import check_numerics
 from swapping.session import Session
-from swapping.systems import System, a_a_spread, measure_systems, traffic
 
 STALL_SHARE = 0.01  # of the step may be spent waiting
 MOST_SLOWDOWN = 1.03  # what is asked of the measured step

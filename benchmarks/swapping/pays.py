@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import say
+from systems import System, a_a_spread, measure_systems, traffic
 
 from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError
@@ -21,7 +22,6 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.workload import Workload
 from swapping.session import Session
-from swapping.systems import System, a_a_spread, measure_systems, traffic
 
 BOTH = ("recompute", "offload")
 FIRST, OFFLOAD, RECOMPUTE = "unplanned", "optimal, offload too", "optimal, recompute only"

@@ -17,6 +17,7 @@ from common import say
 from memfit.ir.joint_graph import JointGraph
 from memfit.ir.profile import CallTime, CopyRates, Measurements, Profile
 from swapping.pays import STRATEGIES, plan_all, predicted, read_profile
+from swapping.session import Session
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ _PRODUCTS = ("mm.", "addmm.", "bmm.", "baddbmm.", "convolution", "attention")
 _LAYERS = ("Linear", "Conv2d", "Conv1D")
 
 
-def run(profile_file: Path, card_name: str, budget: int, host: int) -> dict[str, Any]:
+def run(_: Session, profile_file: Path, card_name: str, budget: int, host: int) -> dict[str, Any]:
     """All strategies for one profile on one card."""
     card = CARDS[card_name]
     profile = scaled(read_profile(profile_file), card)

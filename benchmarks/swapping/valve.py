@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from common import say
+from systems import System, a_a_spread, measure_systems
 from torch.utils._pytree import tree_map_only
 
 import memfit
@@ -28,7 +29,6 @@ from memfit.runtime.pressure.valve import Valve
 from memfit.verify.numerics import Numbers, compare, deterministic
 from memfit.workload import Workload
 from swapping.session import Session
-from swapping.systems import System, a_a_spread, measure_systems
 
 NAME = "resnet50@32"
 REDUCTION = 0.3
@@ -154,7 +154,8 @@ def _loop(
             stack.enter_context(valve)
         if applied is not None:
             stack.enter_context(applied)
-        engine: Any = None if applied is None or applied.router is None else applied.router.engine
+        repeats = None if applied is None else applied.recompute
+        before = 0 if repeats is None else repeats.replays  # of other loops by the same plan
         for _ in range(3):
             run_step(workload)
         if session.cuda:
@@ -162,7 +163,7 @@ def _loop(
         peak = measure_peak(workload, lambda: (run_step(workload), run_step(workload)))
         works = {"step": lambda: run_step(workload)}
         timing = time_interleaved(works, workload.device, rounds=session.steps)["step"]
-        replays = 0 if engine is None else engine.replays
+        replays = 0 if repeats is None else repeats.replays - before
         did = {} if valve is None else _did(valve.statistics)
     with deterministic(), ExitStack() as stack:
         if valve is not None:

@@ -25,6 +25,7 @@ from memfit.measure.timing import Inside
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.report.fit import numbers_agree
 from memfit.runtime.apply import Applied
+from memfit.runtime.setup import Setup
 from memfit.workload import Workload
 
 
@@ -37,7 +38,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
         found = setting.profile(executor)
         handed = found.by != setting.shared.system
         if handed:
-            _warm_up(setting.workload, found.profile)
+            warm_up(setting.workload, found.profile)
         fitted = api.fit_workload(
             setting.workload,
             profiled=found.profile,
@@ -71,13 +72,13 @@ def fit_options(family: str, argument: str) -> dict[str, Any]:
     return {"budget": goal, **chosen}
 
 
-def _warm_up(workload: Workload, profile: Profile) -> None:
+def warm_up(workload: Workload, profile: Profile, setup: Setup | None = None) -> None:
     """Run the unplanned step, as making a profile does: what is compiled or set up is there then.
 
     Else it would first be so under the cap of the budget, where it may take what is missing.
     """
     kept = make_plan(profile, Goal(strategy="none")).unplanned()
-    with untouched(workload), Applied(kept, workload.model):
+    with untouched(workload), Applied(kept, workload.model, setup):
         try:
             run_first_steps(workload, 1)
         except RuntimeError as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import say
+from common import say, tidy
 
 from memfit.errors import MemfitError
 from memfit.measure.cuda_allocator import settle_optimizer_state
@@ -19,6 +19,7 @@ from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
 
+Rows = dict[str, dict[str, Any]]
 WARMUP = 3
 LIMIT_S = 40.0  # of timing: then three rounds are enough
 
@@ -31,6 +32,7 @@ class System:
     cap_bytes: int | None = None
     apart: bool = False  # it gives pages back, which the step after it would miss
     applied: Applied | None = None
+    step: Callable[[], Any] | None = None  # None: the workload's own, inside of what stands around
 
     @staticmethod
     def of(applied: Applied, cap_bytes: int | None = None) -> System:
@@ -38,37 +40,40 @@ class System:
         return System(lambda: applied, cap_bytes, applied.plan.trim, applied)
 
 
-def measure_systems(
-    workload: Workload, systems: Mapping[str, System], steps: int
-) -> dict[str, dict[str, Any]]:
+def measure_systems(workload: Workload, systems: Mapping[str, System], steps: int) -> Rows:
     """Peak and seconds of each system; the first one stands for A/A a second time.
 
     One that goes out of memory, under its cap or without, has a row that says so.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: Rows = {}
     with untouched(workload):
         for name, system in systems.items():
             say(f"  {name}")
             rows[name] = peak_of(workload, system, settle=not rows)
-        works = {n: _step(workload, s) for n, s in systems.items() if "error" not in rows[n]}
-        together = {n: work for n, work in works.items() if not systems[n].apart}
-        first = next(iter(systems))
-        assert first in together, f"{first} is what the others are compared with"
-        together[f"{first} again"] = together[first]
-        turns = [together, *({n: works[n]} for n in works if n not in together)]
-        for system in systems.values():
-            if system.applied is not None and system.applied.swap is not None:
-                system.applied.swap.reset_statistics()
-        say("  timing")
-        for turn in turns:
-            timings = time_interleaved(
-                turn, workload.device, rounds=steps, warmup=WARMUP, limit_s=LIMIT_S
-            )
-            for name, timing in timings.items():
-                rows.setdefault(name, {}).update(
-                    step_s=timing.median_s, spread_s=timing.spread_s, rounds=len(timing.samples)
-                )
+        time_systems(workload, systems, rows, steps)
     return rows
+
+
+def time_systems(workload: Workload, systems: Mapping[str, System], rows: Rows, steps: int) -> None:
+    """Add the seconds of all systems that have a peak to their rows, timed in turn."""
+    works = {n: _step(workload, s) for n, s in systems.items() if "error" not in rows[n]}
+    together = {n: work for n, work in works.items() if not systems[n].apart}
+    first = next(iter(systems))
+    assert first in together, f"{first} is what the others are compared with"
+    together[f"{first} again"] = together[first]
+    turns = [together, *({n: works[n]} for n in works if n not in together)]
+    for system in systems.values():
+        if system.applied is not None and system.applied.swap is not None:
+            system.applied.swap.reset_statistics()
+    say("  timing")
+    for turn in turns:
+        timings = time_interleaved(
+            turn, workload.device, rounds=steps, warmup=WARMUP, limit_s=LIMIT_S
+        )
+        for name, timing in timings.items():
+            rows.setdefault(name, {}).update(
+                step_s=timing.median_s, spread_s=timing.spread_s, rounds=len(timing.samples)
+            )
 
 
 def traffic(applied: Applied, rates: Any) -> dict[str, Any]:
@@ -104,13 +109,19 @@ def a_a_spread(rows: Mapping[str, Mapping[str, Any]], first: str) -> float:
     return max(apart, one["spread_s"], other["spread_s"]) / float(one["step_s"])
 
 
-def _step(workload: Workload, system: System) -> Inside:
-    return Inside(system.around, lambda: run_step(workload))
+def _step(workload: Workload, system: System) -> Callable[[], Any]:
+    return system.step or Inside(system.around, lambda: run_step(workload))
 
 
-def peak_of(workload: Workload, system: System, *, settle: bool) -> dict[str, Any]:
-    """Peak of two steps after some to warm up; `settle` the optimizer's state after the first."""
+def peak_of(
+    workload: Workload, system: System, *, settle: bool, any_failure: bool = False
+) -> dict[str, Any]:
+    """Peak of two steps after some to warm up; `settle` the optimizer's state after the first.
+
+    A failure is a row as well: out of memory, a refusal of memfit's, or any at all.
+    """
     step = _step(workload, system)
+    begun = time.perf_counter()
     try:
         with memory_cap(workload.device, system.cap_bytes):
             for number in range(WARMUP):  # compiles, pins host memory
@@ -118,20 +129,22 @@ def peak_of(workload: Workload, system: System, *, settle: bool) -> dict[str, An
                 if settle and number == 0:
                     settle_optimizer_state(workload.optimizer, workload.device)
             if workload.device.type == "cuda":
+                torch.cuda.synchronize(workload.device)
                 torch.cuda.empty_cache()
+            first_s = time.perf_counter() - begun
             peak = measure_peak(workload, lambda: (step(), step()))
-    except (RuntimeError, MemfitError) as error:
+    except Exception as error:
         drop_gradients(workload)
-        if not (is_out_of_memory(error) or isinstance(error, MemfitError)):
+        expected = isinstance(error, MemfitError) or is_out_of_memory(error)
+        if not (expected or any_failure):
             raise
-        row = {"error": str(error).splitlines()[0][:200]}
+        row = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     else:
         return {
             "peak_bytes": peak.bytes,
             "reserved_bytes": peak.reserved_bytes,
             "retries": peak.retries,
+            "first_steps_s": first_s,
         }
-    gc.collect()  # outside of the except block what the failed step held is free
-    if workload.device.type == "cuda":
-        torch.cuda.empty_cache()
+    tidy()  # outside of the except block what the failed step held is free
     return row

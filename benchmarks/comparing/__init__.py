@@ -1,0 +1,1 @@
+"""One workload by memfit and its peers in one process: the parts of benchmarks/inside.py."""

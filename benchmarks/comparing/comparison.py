@@ -1,0 +1,279 @@
+"""One workload: fitted at its budgets, then timed beside the peers, all in one process."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Any
+
+from common import say, tidy
+from systems import Rows, System, peak_of, time_systems
+from workloads import build
+
+import memfit
+from comparing.kept import Kept, file_beside, read_kept, write_kept
+from memfit.bench.systems.catalogue import prepare
+from memfit.bench.systems.planned import warm_up
+from memfit.bench.systems.prepared import Setting, Unavailable
+from memfit.capture.learn import learn_variants
+from memfit.errors import InfeasibleError
+from memfit.fitted import Fitted
+from memfit.ir.profile import Profile
+from memfit.measure.step import untouched
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.apply import Applied
+from memfit.runtime.setup import Setup
+from memfit.whole_step import setup_of, tile_for
+from memfit.workload import Workload
+
+LESSONS = 2  # plans that are run to learn about their variants
+ALIKE = 0.01  # peaks that one plan answers, at the lowest of them
+UNPLANNED = "memfit unplanned"
+MATCH = "memfit at the peak of: "
+
+
+class Comparison:
+    """Made when it is needed: the workload, its profiles, its plans."""
+
+    def __init__(self, name: str, rows: dict[str, Any], arguments: argparse.Namespace) -> None:
+        self.name, self.rows, self.arguments = name, rows, arguments
+        self._file = file_beside(arguments.output, name, arguments.executor)
+        self.kept = read_kept(self._file)
+        self._workload: Workload | None = None
+        self._warm: set[str] = set()  # whose unplanned step ran here
+
+    @property
+    def workload(self) -> Workload:
+        """The workload, built once."""
+        if self._workload is None:
+            self._workload = build(self.name, tiny=self.arguments.tiny)
+        return self._workload
+
+    def close(self) -> None:
+        """Let go of the workload and of what is known of it."""
+        self._workload, self.kept = None, Kept()
+        tidy()
+
+    def profile(self) -> Profile:
+        """The profile of the step as it is, an earlier run's if there is one."""
+        if self.kept.plain is None:
+            begun = time.perf_counter()
+            executor = self.arguments.executor
+            made = memfit.profile(self.workload, executor=executor, progress=say)
+            self.rows["profile_s"] = time.perf_counter() - begun
+            self._keep(plain=made)
+        elif "plain" not in self._warm:
+            warm_up(self.workload, self.kept.plain)
+        self._warm.add("plain")
+        assert self.kept.plain is not None
+        return self.kept.plain
+
+    def set_up_profile(self) -> tuple[Profile, Setup]:
+        """The same with the techniques of --setup at work."""
+        base, names = self.profile(), self.arguments.setup
+        if self.kept.set_up is not None and self.kept.set_up.setup == tuple(names):
+            found = self.kept.set_up
+            setup = setup_of(names, self.workload, base, found.tile_bytes)
+            if "set up" not in self._warm:
+                warm_up(self.workload, found, setup)
+        else:
+            tile_bytes = tile_for(min(self._set_up_budgets(base).values(), default=None))
+            setup = setup_of(names, self.workload, base, tile_bytes)
+            say(f"  with {', '.join(names)}")
+            found = memfit.profile(self.workload, executor=base.executor, setup=setup, progress=say)
+            self.rows["setup"] = list(names)
+            self._keep(set_up=found)
+        self._warm.add("set up")
+        return found, setup
+
+    def fit(self, key: str, *, set_up: bool) -> dict[str, Any]:
+        """Fit at the budget of this key: run under the cap, numbers compared, timed."""
+        base = self.profile()
+        profile = self.set_up_profile()[0] if set_up else base
+        budget = (self._set_up_budgets if set_up else self._budgets)(base)[key]
+        begun = time.perf_counter()
+        try:
+            fitted = memfit.fit_workload(
+                self.workload,
+                budget,
+                profiled=profile,
+                steps=self.arguments.steps,
+                allow="recompute",
+                progress=say,
+            )
+        except InfeasibleError as refusal:
+            return {
+                "budget_bytes": budget,
+                "minimum_bytes": refusal.minimum_bytes,
+                "why": refusal.message,
+            }
+        fitted.undo()
+        row = {"fit_s": time.perf_counter() - begun, **_fit_row(fitted)}
+        # What one fit learned about its variants helps the next.
+        learned = {"set_up" if set_up else "plain": fitted.profile}
+        self._keep(plans=self.kept.plans | {key: fitted.plan}, **learned)
+        return row
+
+    def measure_systems(self) -> Rows:
+        """memfit's plans and the peers: peaks by themselves, seconds in turn."""
+        profile = self.profile()
+        systems: dict[str, System] = {}
+        rows: Rows = {}
+        with untouched(self.workload):
+            self._measure(self._own(profile), systems, rows)
+            for name in self.arguments.peers:
+                self._measure_peer(name, systems, rows)
+        if self.arguments.match:
+            matches = self._matches(profile, rows)
+            with untouched(self.workload):
+                self._measure(matches, systems, rows)
+        with untouched(self.workload):
+            time_systems(self.workload, systems, rows, self.arguments.steps)
+        return rows
+
+    def keys(self, *, set_up: bool) -> list[str]:
+        """The names of all budgets that were asked for."""
+        asked = self.arguments
+        if set_up:
+            text = f" with {', '.join(asked.setup)}"
+            words = [_share(s) for s in asked.setup_shares] + [_gb(b) for b in asked.setup_budgets]
+            return [word + text for word in words] if asked.setup else []
+        words = [_share(s) for s in asked.shares] + [_of_peak(s) for s in asked.of_peak]
+        return words + [_gb(b) for b in asked.budgets]
+
+    def can_go_on(self, key: str) -> bool:
+        """Whether a fit's row can stay: the systems need its plan, unless it was refused."""
+        row = self.rows["fits"].get(key, {})
+        done = self.rows["systems"] or self.arguments.fits_only
+        return bool(done) or "why" in row or key in self.kept.plans
+
+    def _budgets(self, profile: Profile) -> dict[str, int]:
+        assert profile.baseline is not None
+        peak, asked = profile.baseline.peak_bytes, self.arguments
+        shares = [_above_static(profile, share) for share in asked.shares]
+        peaks = [int(share * peak) for share in asked.of_peak]
+        sizes = [*shares, *peaks, *(int(gb * 10**9) for gb in asked.budgets)]
+        return dict(zip(self.keys(set_up=False), sizes, strict=True))
+
+    def _set_up_budgets(self, base: Profile) -> dict[str, int]:
+        asked = self.arguments
+        shares = [_above_static(base, share) for share in asked.setup_shares]
+        sizes = [*shares, *(int(gb * 10**9) for gb in asked.setup_budgets)]
+        return dict(zip(self.keys(set_up=True), sizes, strict=True))
+
+    def _keep(self, **changed: Any) -> None:
+        self.kept = replace(self.kept, **changed)
+        write_kept(self.kept, self._file)
+
+    def _own(self, profile: Profile) -> dict[str, System]:
+        """The unplanned step, with its set-up too, and all plans."""
+        model = self.workload.model
+        unplanned = make_plan(profile, Goal(strategy="none")).unplanned()
+        found = {UNPLANNED: System.of(Applied(unplanned, model))}
+        setup: Setup | None = None
+        if self.arguments.setup:
+            set_up, setup = self.set_up_profile()
+            kept = make_plan(set_up, Goal(strategy="none")).unplanned()
+            found[f"{UNPLANNED}, set up"] = System.of(Applied(kept, model, setup))
+        wanted = [*self.keys(set_up=False), *self.keys(set_up=True)]
+        for key in (key for key in wanted if key in self.kept.plans):
+            plan = self.kept.plans[key]
+            found[f"memfit {key}"] = System.of(Applied(plan, model, setup if plan.setup else None))
+        return found
+
+    def _measure(self, more: dict[str, System], systems: dict[str, System], rows: Rows) -> None:
+        for name, system in more.items():
+            say(f"  {self.name}: {name}")
+            settle = not systems
+            systems[name] = system
+            rows[name] = peak_of(self.workload, system, settle=settle, any_failure=True)
+
+    def _measure_peer(self, name: str, systems: dict[str, System], rows: Rows) -> None:
+        setting = Setting(self.workload, self.arguments.steps, say)
+        try:
+            prepared = prepare(name, setting)
+        except Unavailable as error:
+            rows[name] = {"error": str(error)}
+            return
+        self._measure({name: System(apart=prepared.apart, step=prepared.step)}, systems, rows)
+
+    def _matches(self, profile: Profile, rows: Rows) -> dict[str, System]:
+        """Plans of recompute at the peers' own peaks, in live bytes as these are counted."""
+        live = replace(profile, allocator=None)
+        assert profile.baseline is not None
+        found: dict[str, System] = {}
+        for peer, peak in lowest_peaks(rows, profile.baseline.peak_bytes).items():
+            say(f"  {self.name}: planning at the peak of {peer}")
+            goal = Goal(budget_bytes=peak)
+            try:
+                plan = make_plan(live, goal)
+                for _ in range(LESSONS):
+                    learned = learn_variants(self.workload, live, plan)
+                    if learned is None:
+                        break
+                    live, plan = learned, make_plan(learned, goal, known=plan)
+            except InfeasibleError as refusal:
+                rows[MATCH + peer] = {"error": refusal.message[:200]}
+                continue
+            found[MATCH + peer] = System.of(Applied(plan, self.workload.model))
+        return found
+
+
+def lowest_peaks(rows: Rows, below: int) -> dict[str, int]:
+    """The peers whose peaks are worth a plan of their own: of those alike, the lowest one."""
+    peaks = sorted(
+        (row["peak_bytes"], name)
+        for name, row in rows.items()
+        if not name.startswith("memfit") and row.get("peak_bytes", below) < below
+    )
+    found: dict[str, int] = {}
+    for peak, name in peaks:
+        if not found or peak > (1 + ALIKE) * max(found.values()):
+            found[name] = peak
+    return found
+
+
+def _fit_row(fitted: Fitted) -> dict[str, Any]:
+    result, plan = fitted.result, fitted.plan
+    return {
+        "budget_bytes": result.budget_bytes,
+        "rounds": result.rounds,
+        "predicted_peak_bytes": result.predicted.peak_bytes,
+        "measured_peak_bytes": result.measured.peak_bytes,
+        "predicted_reserved_bytes": result.predicted.peak_reserved_bytes,
+        "measured_reserved_bytes": result.measured.peak_reserved_bytes,
+        "retries": result.measured.retries,
+        "predicted_step_s": result.predicted.step_s,
+        "predicted_time_ratio": result.predicted.time_ratio,
+        "measured_step_s": result.measured.step_s,
+        "unplanned_step_s": result.baseline.step_s,
+        "unplanned_peak_bytes": result.baseline.peak_bytes,
+        "static_bytes": result.baseline.static_bytes,
+        "same_code_ratio": result.measured.same_code_ratio,
+        "numerics": vars(result.numerics),
+        "gap": result.predicted.gap,
+        "plan_s": result.plan_s,
+        "trim": plan.trim,
+        "decisions": "".join(s.decision[0] for s in plan.segments),
+        "variants": len(plan.variants),
+        "minimum_feasible_bytes": result.minimum_feasible_bytes,
+    }
+
+
+def _above_static(profile: Profile, share: float) -> int:
+    assert profile.baseline is not None
+    static = profile.graph.fixed_bytes
+    return int(static + share * (profile.baseline.peak_bytes - static))
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _of_peak(share: float) -> str:
+    return f"{share:.0%} of the peak"
+
+
+def _gb(size: float) -> str:
+    return f"{size:g} GB"

@@ -1,0 +1,147 @@
+"""The benchmarks' scripts: what they would run, small cells of each, tables of results."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+SCRIPTS = ("batch_size", "combinations", "estimates", "inside", "observe", "recipes", "swap")
+ENCODER, GPT2 = "encoder@256x128", "gpt2@8x1024 bf16"
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """Scripts turn tf32 on."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_how_long_it_would_take(script, capsys, name):
+    path = script(name, "--estimate")
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].endswith("in all") and len(said) > 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_refuses_a_name_it_does_not_know(script, capsys, name):
+    with pytest.raises(SystemExit):
+        script(name, "--only", "resnet51")
+    assert "resnet51" in capsys.readouterr().err
+
+
+def test_every_workload_is_built_by_a_target_and_has_a_tiny_one():
+    from workloads import WORKLOADS, build, target_of
+
+    for name in WORKLOADS:
+        target, options = target_of(name, tiny=True)
+        assert options["batch"] <= 4, f"{name}: {target}"
+    assert build(ENCODER, tiny=True).batch_tensors()[0].shape == (4, 32)
+
+
+def test_plans_beside_peers_go_on_with_the_profile_and_the_plans_of_a_run_that_was_cut_off(
+    script, monkeypatch, capsys
+):
+    import memfit
+
+    words = ["--tiny", "--steps", "1", "--executor", "module", "--only", ENCODER]
+    words += ["--shares", "0.8", "--of-peak", "0.95", "--peers", "eager", "checkpoint", "--match"]
+    path = script("inside", *words, "--fits-only")
+    report = json.loads(path.read_text())
+    fits = report["workloads"][ENCODER]["fits"]
+    assert list(fits) == ["80%", "95% of the peak"] and not report["workloads"][ENCODER]["systems"]
+    assert all(row["measured_peak_bytes"] <= row["budget_bytes"] for row in fits.values())
+    monkeypatch.delattr(memfit, "profile")
+    monkeypatch.delattr(memfit, "fit_workload")
+    rows = json.loads(script("inside", *words).read_text())["workloads"][ENCODER]
+    assert rows["fits"] == fits
+    systems = rows["systems"]
+    assert next(iter(systems)) == "memfit unplanned"
+    assert {"memfit 80%", "eager", "checkpoint", "memfit at the peak of: checkpoint"} < set(systems)
+    match = systems["memfit at the peak of: checkpoint"]
+    assert match["peak_bytes"] <= systems["checkpoint"]["peak_bytes"]
+    assert "| checkpoint | " in path.with_suffix(".md").read_text().split("no higher peak")[1]
+
+
+def test_peaks_that_are_alike_are_matched_once_by_the_lowest():
+    from comparing.comparison import lowest_peaks
+
+    peaks = {"eager": 100, "a": 805, "b": 800, "c": 500, "memfit 80%": 700, "d": 1000}
+    rows = {name: {"peak_bytes": peak} for name, peak in peaks.items()} | {"e": {"error": "no"}}
+    assert lowest_peaks(rows, 1000) == {"eager": 100, "c": 500, "b": 800}
+
+
+def test_inside_refuses_peers_that_change_the_model(capsys):
+    from inside import parse_arguments
+
+    with pytest.raises(SystemExit):
+        parse_arguments(["--peers", "fsdp2-offload"])
+    assert "fsdp2-offload is no peer" in capsys.readouterr().err
+
+
+def test_a_combination_stands_beside_the_plain_step(script, capsys):
+    words = ["--tiny", "--steps", "1", "--techniques", "step_in_backward"]
+    path = script("combinations", *words, "--activations", "recompute")
+    rows = json.loads(path.read_text())["workloads"][f"{GPT2}, module"]["rows"]
+    assert list(rows) == ["recompute", "recompute + step_in_backward"]
+    both, one = rows["recompute + step_in_backward"], rows["recompute"]
+    assert both["peak_bytes"] < one["peak_bytes"] < one["plain"]["peak_bytes"]
+    assert all("step_s" in row["plain"] and row["a_a"] >= 0 for row in rows.values())
+
+
+def test_loops_of_one_plan_count_their_own_repetitions(monkeypatch):
+    from swapping import valve
+    from swapping.session import Session
+
+    monkeypatch.setattr(valve, "NAME", ENCODER)
+    monkeypatch.setattr(valve, "THRESHOLDS", (0.0,))
+    session = Session(tiny=True, steps=1)
+    rows = session.running(valve.run_with_plan)()["systems"]
+    assert rows["plain"]["replays"] == 0 < rows["plan"]["replays"]
+    assert rows["plan and valve 0"]["replays"] == rows["plan"]["replays"]
+    assert rows["plan and valve 0"]["swaps"] > 0 and all(row["bitwise"] for row in rows.values())
+
+
+def test_after_a_part_that_failed_the_next_builds_its_workload_anew():
+    from swapping.session import Session
+
+    session = Session(tiny=True, steps=1)
+    first = session.workload(ENCODER)
+
+    def fails(session: Session) -> None:
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError):
+        session.running(fails)()
+    assert session.workload(ENCODER) is first
+    assert session.running(lambda s: {"same": s.workload(ENCODER) is first})() == {"same": False}
+
+
+def test_a_finder_of_batch_sizes_beside_brute_force(monkeypatch):
+    import batch_size
+
+    monkeypatch.setattr(batch_size, "STEPS", 1)
+    find = partial(batch_size.search, "encoder@64x128", cap=2**20, tiny=True)
+    exact, ours = find(finder="brute force"), find(finder="memfit")
+    assert 0.95 * exact["size"] <= ours["size"] <= exact["size"] and ours["runs"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("inside-h200", "comparing.tables"),
+        ("swap-h200", "swapping.tables"),
+        ("observe-cpu", "observe"),
+    ],
+)
+def test_results_are_rendered_as_they_stand(results, name, module):
+    import importlib
+
+    report = json.loads((results / f"{name}.json").read_text())
+    told = importlib.import_module(module).markdown(report)
+    assert told == (results / f"{name}.md").read_text()
