@@ -3,11 +3,12 @@
     PYTHONPATH=src python3 benchmarks/inside.py -o benchmarks/results/inside.json --match
 
 Each workload is fitted at static + 80, 60, 50 and 40 % of (peak - static) of the unplanned step
-(--shares; --of-peak is of the peak itself, --budgets in GB of 10^9 bytes): run under the hard cap,
-numbers compared. With --setup, techniques of the loss and the optimizer are at work at the
---setup-budgets and --setup-shares (of the step without them). Then every system is timed in turn,
-with the first one twice (A/A); with --match also plans for the live peak of every peer. Peers are
-systems of `memfit bench` that leave the model as it was; there, each has a process of its own.
+(--shares; --of-peak is of the peak itself, --budgets in GB of 10^9 bytes, --smallest the least that
+a plan can hold): run under the hard cap, numbers compared. With --setup, techniques of the loss and
+the optimizer are at work at the --setup-budgets and --setup-shares (of the step without them). Then
+every system is timed in turn, the first one twice (A/A); with --match also plans for the live peak
+of every peer. Peers are systems of `memfit bench` that leave the model as it was; there, each has a
+process of its own.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setup", nargs="*", default=[], choices=STEP, metavar="TECHNIQUE")
     parser.add_argument("--setup-budgets", nargs="*", type=float, default=[], metavar="GB")
     parser.add_argument("--setup-shares", nargs="*", type=float, default=[], metavar="SHARE")
+    parser.add_argument(
+        "--smallest", action="store_true", help="the least that a plan can hold as a budget, too"
+    )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), metavar="SYSTEM")
     parser.add_argument("--fits-only", action="store_true", help="budgets, without the systems")
     parser.add_argument("--match", action="store_true", help="plans at each peer's peak, too")

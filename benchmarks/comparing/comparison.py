@@ -20,7 +20,7 @@ from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError
 from memfit.fitted import Fitted
 from memfit.ir.profile import Profile
-from memfit.measure.step import untouched
+from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
@@ -30,6 +30,7 @@ from memfit.workload import Workload
 LESSONS = 2  # plans that are run to learn about their variants
 ALIKE = 0.01  # peaks that one plan answers, at the lowest of them
 UNPLANNED = "memfit unplanned"
+SMALLEST = "smallest"
 MATCH = "memfit at the peak of: "
 
 
@@ -63,9 +64,8 @@ class Comparison:
             made = memfit.profile(self.workload, executor=executor, progress=say)
             self.rows["profile_s"] = time.perf_counter() - begun
             self._keep(plain=made)
-        elif "plain" not in self._warm:
-            warm_up(self.workload, self.kept.plain)
-        self._warm.add("plain")
+            self._warm.add("plain")
+        self._warm_up("plain", self.kept.plain, None)
         assert self.kept.plain is not None
         return self.kept.plain
 
@@ -75,23 +75,25 @@ class Comparison:
         if self.kept.set_up is not None and self.kept.set_up.setup == tuple(names):
             found = self.kept.set_up
             setup = setup_of(names, self.workload, base, found.tile_bytes)
-            if "set up" not in self._warm:
-                warm_up(self.workload, found, setup)
         else:
-            tile_bytes = tile_for(min(self._set_up_budgets(base).values(), default=None))
-            setup = setup_of(names, self.workload, base, tile_bytes)
+            asked = [k for k in self.keys(set_up=True) if not k.startswith(SMALLEST)]
+            budgets = [self._budget(key, base, base) for key in asked]
+            # No budget is smaller than what there is before a step.
+            lowest = min(budgets, default=base.graph.fixed_bytes)
+            setup = setup_of(names, self.workload, base, tile_for(lowest))
             say(f"  with {', '.join(names)}")
             found = memfit.profile(self.workload, executor=base.executor, setup=setup, progress=say)
             self.rows["setup"] = list(names)
             self._keep(set_up=found)
-        self._warm.add("set up")
+            self._warm.add("set up")
+        self._warm_up("set up", found, setup)
         return found, setup
 
     def fit(self, key: str, *, set_up: bool) -> dict[str, Any]:
         """Fit at the budget of this key: run under the cap, numbers compared, timed."""
         base = self.profile()
         profile = self.set_up_profile()[0] if set_up else base
-        budget = (self._set_up_budgets if set_up else self._budgets)(base)[key]
+        budget = self._budget(key, base, profile)
         begun = time.perf_counter()
         try:
             fitted = memfit.fit_workload(
@@ -137,30 +139,43 @@ class Comparison:
         asked = self.arguments
         if set_up:
             text = f" with {', '.join(asked.setup)}"
-            words = [_share(s) for s in asked.setup_shares] + [_gb(b) for b in asked.setup_budgets]
+            words = [_gb(b) for b in asked.setup_budgets] + [_share(s) for s in asked.setup_shares]
+            words += [SMALLEST] if asked.smallest else []
             return [word + text for word in words] if asked.setup else []
-        words = [_share(s) for s in asked.shares] + [_of_peak(s) for s in asked.of_peak]
-        return words + [_gb(b) for b in asked.budgets]
+        words = [_of_peak(s) for s in asked.of_peak] + [_gb(b) for b in asked.budgets]
+        words += [_share(s) for s in asked.shares]
+        return [*words, SMALLEST] if asked.smallest else words
 
     def can_go_on(self, key: str) -> bool:
         """Whether a fit's row can stay: the systems need its plan, unless it was refused."""
         row = self.rows["fits"].get(key, {})
-        done = self.rows["systems"] or self.arguments.fits_only
+        systems = self.rows["systems"]
+        done = self.arguments.fits_only or (systems and "error" not in systems)
         return bool(done) or "why" in row or key in self.kept.plans
 
-    def _budgets(self, profile: Profile) -> dict[str, int]:
-        assert profile.baseline is not None
-        peak, asked = profile.baseline.peak_bytes, self.arguments
-        shares = [_above_static(profile, share) for share in asked.shares]
-        peaks = [int(share * peak) for share in asked.of_peak]
-        sizes = [*shares, *peaks, *(int(gb * 10**9) for gb in asked.budgets)]
-        return dict(zip(self.keys(set_up=False), sizes, strict=True))
+    def _budget(self, key: str, base: Profile, profile: Profile) -> int:
+        """The bytes of a key: of the step as it is, or the least that a plan of `profile` holds."""
+        word = key.partition(" with ")[0]
+        assert base.baseline is not None
+        if word == SMALLEST:
+            return smallest_budget(profile)
+        if word.endswith(" GB"):
+            return int(float(word.removesuffix(" GB")) * 10**9)
+        share = float(word.partition("%")[0]) / 100
+        static = 0 if word.endswith(" of the peak") else base.graph.fixed_bytes
+        return int(static + share * (base.baseline.peak_bytes - static))
 
-    def _set_up_budgets(self, base: Profile) -> dict[str, int]:
-        asked = self.arguments
-        shares = [_above_static(base, share) for share in asked.setup_shares]
-        sizes = [*shares, *(int(gb * 10**9) for gb in asked.setup_budgets)]
-        return dict(zip(self.keys(set_up=True), sizes, strict=True))
+    def _warm_up(self, kind: str, profile: Profile | None, setup: Setup | None) -> None:
+        """Run once what an earlier run left: else it would first be compiled under a cap."""
+        if kind in self._warm:
+            return
+        self._warm.add(kind)
+        assert profile is not None
+        warm_up(self.workload, profile, setup)
+        for plan in self.kept.plans.values():
+            if set(plan.setup) == set(() if setup is None else setup.techniques):
+                with untouched(self.workload), Applied(plan, self.workload.model, setup):
+                    run_step(self.workload)
 
     def _keep(self, **changed: Any) -> None:
         self.kept = replace(self.kept, **changed)
@@ -261,10 +276,14 @@ def _fit_row(fitted: Fitted) -> dict[str, Any]:
     }
 
 
-def _above_static(profile: Profile, share: float) -> int:
-    assert profile.baseline is not None
-    static = profile.graph.fixed_bytes
-    return int(static + share * (profile.baseline.peak_bytes - static))
+def smallest_budget(profile: Profile) -> int:
+    """The smallest budget that any plan of recompute can hold, by what refuses a smaller one."""
+    try:
+        make_plan(profile, Goal(budget_bytes=1))
+    except InfeasibleError as refusal:
+        assert refusal.minimum_bytes is not None
+        return refusal.minimum_bytes
+    raise AssertionError("a step in one byte")
 
 
 def _share(share: float) -> str:

@@ -90,6 +90,23 @@ def test_a_second_run_has_nothing_to_do(memfit: Run, done: tuple[Path, Any]) -> 
     assert "/8]" not in again.stderr
 
 
+def test_files_are_written_anew_from_the_json_of_any_machine(
+    memfit: Run, done: tuple[Path, Any], tmp_path: Path
+) -> None:
+    data = json.loads(done[0].read_text())
+    data["machine"] |= {"name": "a GPU elsewhere", "device": "cuda"}
+    path = tmp_path / "elsewhere.json"
+    path.write_text(json.dumps(data))
+    result = memfit("bench", "--render", path, *([] if CHARTS else ["--no-charts"]))
+    assert result.exit_code == 0, result.stderr
+    for form in (".md", ".html"):
+        assert "a GPU elsewhere" in path.with_suffix(form).read_text()
+    assert json.loads(path.read_text())["cells"] == data["cells"]
+    assert path.with_suffix(".charts").is_dir() == CHARTS
+    missing = memfit("bench", "--render", tmp_path / "nothing.json")
+    assert missing.exit_code == 2 and "nothing.json" in missing.stderr
+
+
 def test_a_cell_that_was_lost_is_run_again_alone(
     memfit: Run, done: tuple[Path, Any], tmp_path: Path
 ) -> None:

@@ -182,6 +182,15 @@ def bench(
     listed: Annotated[
         bool, typer.Option("--list", help="Show the systems and the cells, and run nothing.")
     ] = False,
+    render: Annotated[
+        Path | None,
+        typer.Option(
+            "--render",
+            metavar="FILE",
+            help="Write the Markdown, HTML and charts of an earlier benchmark's JSON anew beside "
+            "it, on any machine, and run nothing.",
+        ),
+    ] = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     dtype: options.Dtype = None,
@@ -197,6 +206,9 @@ def bench(
     """
     begun = time.monotonic()
     with opened(as_json=as_json, verbose=verbose) as session:
+        if render is not None:
+            _render(session, render, charts=not no_charts)
+            return
         what = Target("", batch, seq, dtype, optimizer, device, fields or [])
         asked = BenchOptions(
             what,
@@ -243,6 +255,22 @@ def bench(
         differ = any(c.planned is not None and not c.planned.numbers_agree for c in report.cells)
         if differ or any(change.worse for change in changes):
             raise typer.Exit(1)
+
+
+def _render(session: Session, path: Path, *, charts: bool) -> None:
+    """Write every form of a report that was made before, wherever that was."""
+    from memfit.bench.report.charts import check_charts
+    from memfit.ir.bench import BenchReport
+
+    report = BenchReport.load(path)
+    if charts:
+        check_charts()
+    _check_output(path)
+    files = [str(file) for file in _write(report, path, [], charts=charts)]
+    if session.as_json:
+        session.emit({"files": files})
+    else:
+        session.line(f"written: {', '.join(files)}")
 
 
 def _check_output(output: Path) -> None:

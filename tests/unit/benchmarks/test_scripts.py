@@ -50,11 +50,23 @@ def test_plans_beside_peers_go_on_with_the_profile_and_the_plans_of_a_run_that_w
     import memfit
 
     words = ["--tiny", "--steps", "1", "--executor", "module", "--only", ENCODER]
-    words += ["--shares", "0.8", "--of-peak", "0.95", "--peers", "eager", "checkpoint", "--match"]
+    words += [
+        "--shares",
+        "0.8",
+        "--of-peak",
+        "0.95",
+        "--smallest",
+        "--peers",
+        "eager",
+        "checkpoint",
+        "--match",
+    ]
     path = script("inside", *words, "--fits-only")
     report = json.loads(path.read_text())
     fits = report["workloads"][ENCODER]["fits"]
-    assert list(fits) == ["80%", "95% of the peak"] and not report["workloads"][ENCODER]["systems"]
+    assert list(fits) == ["95% of the peak", "80%", "smallest"]
+    assert not report["workloads"][ENCODER]["systems"]
+    assert fits["smallest"]["budget_bytes"] == fits["80%"]["minimum_feasible_bytes"]
     assert all(row["measured_peak_bytes"] <= row["budget_bytes"] for row in fits.values())
     monkeypatch.delattr(memfit, "profile")
     monkeypatch.delattr(memfit, "fit_workload")
