@@ -35,6 +35,7 @@ Report = dict[str, Any]
 Row = dict[str, Any]
 # Not compared: of the same GPU and torch, other drivers and host machines may go on with a file.
 SAME = ("gpu", "torch")
+TINY_S = 5.0  # of a unit with a tiny model
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,15 @@ def run_units(
     With a time limit none is begun that would not end in time; those left are said at the end.
     """
     begun = time.monotonic()
-    left: list[Unit] = []
+    left: list[tuple[float, Unit]] = []
     for unit in units:
         if not unit.missing:
             continue
         passed = time.monotonic() - begun
-        limit_s, expected = arguments.time_limit, expected_s(unit, report)
+        limit_s = arguments.time_limit
+        expected = expected_s(unit, report, tiny=arguments.tiny)
         if arguments.estimate or (limit_s is not None and passed + expected > limit_s):
-            left.append(unit)
+            left.append((expected, unit))
             continue
         say(f"{passed:5.0f} s  {unit.label} (about {expected:.0f} s)")
         start = time.monotonic()
@@ -131,16 +133,17 @@ def run_units(
         tidy()
     if not arguments.estimate:
         print(markdown(report))
-    for unit in left:
-        print(f"left: {expected_s(unit, report):6.0f} s  {unit.label}")
+    for expected, unit in left:
+        print(f"left: {expected:6.0f} s  {unit.label}")
     if left:
-        print(f"left: {sum(expected_s(unit, report) for unit in left):6.0f} s  in all")
+        print(f"left: {sum(expected for expected, _ in left):6.0f} s  in all")
 
 
-def expected_s(unit: Unit, report: Report) -> float:
+def expected_s(unit: Unit, report: Report, *, tiny: bool = False) -> float:
     """Seconds that a unit will take: as it took before, else as it says, else as a cell."""
     before: float | None = report["seconds"].get(unit.label)
-    return before or (UNKNOWN_CELL_S if unit.seconds is None else unit.seconds)
+    said = UNKNOWN_CELL_S if unit.seconds is None else unit.seconds
+    return before or (TINY_S if tiny else said)
 
 
 def _tried(unit: Unit) -> Row:

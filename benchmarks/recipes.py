@@ -34,7 +34,7 @@ RECIPES: dict[str, tuple[str, int, str, float]] = {
     ),
     "gpt2-xl, 4x1024, 16 GiB": ("gpt2-xl@4x1024 bf16", 16, "10-14 GB, 80-100 tokens/s", 270),
 }
-TINY_BUDGET = "90%"
+TINY_BUDGET = "75%"
 
 
 def run_recipe(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

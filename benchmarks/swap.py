@@ -44,6 +44,7 @@ EVERYTHING_S = {
 HIDES_S = {"resnet50@64": 10, "resnet152@64": 20, "vit_b_16@64": 5, "gpt2-large@8x1024 bf16": 70}
 PAYS_S = {"llama-1b@1x8192 bf16": 130, "llama-160m@1x32768 bf16": 110}
 INDUCTOR = 2.5  # times as long to profile and learn
+MANY = 1.5  # times as long to plan for every layer by itself
 
 
 def main() -> None:
@@ -95,7 +96,8 @@ def units(arguments: argparse.Namespace, report: Report, session: Session) -> It
             ):
                 if part in only:
                     key = f"{name}, {executor}"
-                    yield unit(part, key, profile_s + more[name], module.run, name, executor)
+                    more_s = more[name] * (MANY if executor == LAYERS else 1.0)
+                    yield unit(part, key, profile_s + more_s, module.run, name, executor)
                     profile_s = 0.0
     for name in _chosen(LONG, arguments) if "pays" in only else ():
         for executor in arguments.executors or ("graph",):

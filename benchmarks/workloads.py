@@ -89,7 +89,7 @@ _TINY: dict[str, Target] = {
     ),
     "vit": ("transformers:vit-base", {"batch": 4, "overrides": _VIT}),
     "encoder": ("encoder", {"batch": 4, "seq": 32, "overrides": _ENCODER}),
-    "gpt2": _text("gpt2", 2, 32, overrides=_GPT2),
+    "gpt2": _text("gpt2", 4, 64, overrides=_GPT2),
     "llama-1b": _text("llama-160m", 1, 64, overrides=_LLAMA),
     "llama-160m": _text(
         "llama-160m", 1, 96, overrides=_LLAMA | {"max_position_embeddings": "4096"}

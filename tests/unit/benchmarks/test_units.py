@@ -72,8 +72,9 @@ def test_nothing_is_begun_that_would_not_end_in_time(asked, capsys):
 def test_a_unit_takes_as_long_as_it_took(asked):
     _, report, (unit,) = made(asked, a=lambda: {"x": 1})
     assert common.expected_s(unit, report) == 10
+    assert common.expected_s(unit, report, tiny=True) == common.TINY_S
     report["seconds"]["unit a"] = 25.0
-    assert common.expected_s(unit, report) == 25
+    assert common.expected_s(unit, report, tiny=True) == common.expected_s(unit, report) == 25
 
 
 def test_an_estimate_runs_and_writes_nothing(asked, capsys):
