@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from memfit.cli.app import app
 
 SCRIPTS = ("batch_size", "combinations", "estimates", "inside", "observe", "recipes", "swap")
 ENCODER, GPT2 = "encoder@256x128", "gpt2@8x1024 bf16"
@@ -26,6 +31,21 @@ def test_a_script_says_how_long_it_would_take(script, capsys, name):
     said = capsys.readouterr().out.splitlines()
     assert said[-1].endswith("in all") and len(said) > 1
     assert not path.exists()
+
+
+def test_the_commands_of_the_readme_mean_something(script, capsys, results):
+    text = (results.parent / "README.md").read_text()
+    table = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")][1:]
+    commands = [shlex.split(cell.strip("`").replace("NAME", ENCODER)) for cell in table]
+    assert {Path(words[0]).stem for words in commands} == {*SCRIPTS, "memfit"}
+    for command, *words in commands:
+        if command == "memfit":
+            result = CliRunner().invoke(app, [*words, "--list"])
+            assert result.exit_code == 0, result.output
+        else:
+            script(Path(command).stem, *words, "--estimate")
+            simulated = "simulated" in words  # from what another part measured
+            assert capsys.readouterr().out.endswith("in all\n") != simulated, words
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
