@@ -153,6 +153,22 @@ class Plan:
         """Module, number of the call and number of calls, for every segment."""
         return [(s.module, s.number, s.visits) for s in self.segments]
 
+    @property
+    def calls_at_work(self) -> frozenset[int]:
+        """The calls that are recomputed or move memory, and those at which it goes or comes.
+
+        Where anything moves the last call is one of them: a loss that calls parts of the model,
+        never the model itself, ends its forward with it.
+        """
+        last = len(self.segments) - 1
+        calls: set[int] = set()
+        for index, segment in enumerate(self.segments):
+            if segment.run is not None:
+                calls.add(index)
+            if segment.release is not None and segment.prefetch is not None:
+                calls |= {index, min(segment.release, last), min(segment.prefetch, last), last}
+        return frozenset(calls)
+
     def unplanned(self) -> Plan:
         """The same step by the same executor with everything kept."""
         default = {v.graph: i for i, v in enumerate(self.variants) if v.unplanned}

@@ -52,7 +52,7 @@ class Applied(Stacked):
             engine = self._swap(engine)
             stack.callback(engine.close)
         stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
-        route = Route(self.plan.route, self.plan.model_calls)
+        route = Route(self.plan.route, self.plan.model_calls, self.plan.calls_at_work)
         given = None if self.swap is None else self.swap.keep
         self.router = Router(self.model, route, engine, code, given)
         stack.callback(setattr, self, "router", None)

@@ -1,12 +1,12 @@
 """Put an engine around the segments' forwards, and take it away again.
 
-An engine decides how one call of a segment runs; `routed` makes sure it is asked for every call
-in the step, with the number the call has in the plan.
+An engine decides how one call of a segment runs; `routed` makes sure it is asked for every wanted
+call in the step, with the number the call has in the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,13 @@ Wrap = Callable[[Forward], Forward]  # a module's forward -> the code that runs 
 class Route:
     """The segment calls of a step: module, which of its calls, how many it has in the step.
 
-    `model_calls` is how often the step calls the model itself.
+    `model_calls` is how often the step calls the model itself. Only `wanted` calls (None: all)
+    come to an engine.
     """
 
     calls: Sequence[tuple[str, int, int]]
     model_calls: int = 1
+    wanted: Collection[int] | None = None
 
 
 class Engine(Protocol):
@@ -104,11 +106,13 @@ class Router:
         self.engine = engine
         self._inputs = inputs
         self._code = code or {}
+        self._wanted = range(len(route.calls)) if route.wanted is None else route.wanted
         self._indices: dict[str, dict[int, int]] = {}
         self._visits: dict[str, int] = {}
         for index, (module, number, visits) in enumerate(route.calls):
-            self._indices.setdefault(module, {})[number] = index
-            self._visits[module] = visits
+            if index in self._wanted or index in self._code:
+                self._indices.setdefault(module, {})[number] = index
+                self._visits[module] = visits
         self._seen: dict[str, int] = {}
         self._model_calls = route.model_calls
         self._model_seen = 0
@@ -126,7 +130,10 @@ class Router:
         self.engine.begin()
 
     def install(self) -> None:
-        """Replace the forwards of the segments' modules, and of the model to see steps begin."""
+        """Replace the forwards of the segments' modules, and of the model to see steps begin.
+
+        A module with no wanted call and no code for any is left as it is.
+        """
         for name, module in named_modules(self.model, self._indices).items():
             self._change(replaced_forward(module, partial(self._segment, name)))
         self._change(replaced_forward(self.model, self._root))
@@ -146,6 +153,7 @@ class Router:
     def _segment(self, name: str, forward: Forward) -> Forward:
         indices, visits = self._indices[name], self._visits[name]
         bound = {i: self._code[i](forward) for i in indices.values() if i in self._code}
+        wanted = self._wanted
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.engine.replaying or self._evaluating:
@@ -155,9 +163,12 @@ class Router:
             number = self._seen.get(name, 0)
             self._seen[name] = number + 1
             index = indices.get(number % visits)
-            if index is None:  # this call of the module lies inside another segment
+            if index is None:  # nobody's, or it lies inside another segment
                 return forward(*args, **kwargs)
-            output = self.engine(index, bound.get(index, forward), args, kwargs)
+            if index in wanted:
+                output = self.engine(index, bound.get(index, forward), args, kwargs)
+            else:
+                output = bound[index](*args, **kwargs)
             if name == LOSS:
                 self._losses_left -= 1
                 self._end_if_over()
@@ -205,7 +216,7 @@ class Router:
 def routed(
     model: torch.nn.Module, route: Route, engine: Engine, code: Mapping[int, Wrap] | None = None
 ) -> Iterator[Router]:
-    """Route every segment call of `model` through `engine` until the block is left.
+    """Route the wanted segment calls of `model` through `engine` until the block is left.
 
     `code` says for some calls what runs in the place of their module's forward.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from memfit.errors import PlanFileError
 from memfit.ir.codec import to_data
-from memfit.ir.plan import KEEP, RECOMPUTE, Plan, Prediction, SegmentPlan
+from memfit.ir.plan import KEEP, OFFLOAD, RECOMPUTE, Plan, Prediction, SegmentPlan
 
 
 def _segment(index: int, run: int | None) -> SegmentPlan:
@@ -72,6 +73,18 @@ def test_runs_route_and_bytes(plan: Plan) -> None:
     assert plan.route[2] == ("layers.2", 0, 1)
     assert plan.recomputed_bytes == 100 + 101 + 103
     assert plan.kept_bytes == 102
+
+
+def test_calls_at_work_are_those_of_runs_moves_and_their_points(plan: Plan) -> None:
+    assert plan.calls_at_work == {0, 1, 3}
+    assert plan.unplanned().calls_at_work == frozenset()
+    segments = [_segment(i, None) for i in range(6)]
+    segments[1] = replace(segments[1], decision=OFFLOAD, release=2, prefetch=3)
+    assert replace(plan, segments=tuple(segments)).calls_at_work == {1, 2, 3, 5}
+    segments[1] = replace(segments[1], release=6, prefetch=6)
+    moving = replace(plan, segments=tuple(segments))
+    assert moving.calls_at_work == {1, 5}, "6 is the end of the forward, which is no call"
+    assert moving.resident().calls_at_work == frozenset()
 
 
 def _cut(data: dict[str, Any]) -> str:

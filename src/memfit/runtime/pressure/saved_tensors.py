@@ -384,12 +384,12 @@ class SavedTensors:
         """Start to copy a storage back."""
         assert saved.moved is not None
         try:
-            saved.moved.mover.prefetch(saved.moved)
+            saved.moved.mover.prefetch([saved.moved])
         except torch.OutOfMemoryError:  # everything that can leaves first
             if self._open:
                 self._start(float("inf"), min(saved.number, self._last))
             self._let_go(everything=True)
-            saved.moved.mover.prefetch(saved.moved)
+            saved.moved.mover.prefetch([saved.moved])
         self._away.remove(saved.number)
         self._ahead[saved.number] = saved.bytes
         self._came(saved.bytes)

@@ -201,8 +201,7 @@ class Swap:
         moves = self._moves.get(index)
         # Hooks that came up within the step (a checkpoint, a run of the inner engine) own what
         # is saved under them.
-        owned = _top_hooks() != self._outside
-        if moves is None or owned:
+        if moves is None or _top_hooks() != self._outside:
             try:
                 return self._inner(index, forward, args, kwargs)
             finally:
@@ -269,8 +268,9 @@ class Swap:
 
     def _prefetch(self, step: Step, index: int, gradients: Any = None) -> None:
         step.begun = step.begun or gradients is not None
-        for moved in step.due_prefetches(index):
-            self._mover.prefetch(moved)
+        due = step.due_prefetches(index)
+        if due:
+            self._mover.prefetch(due)
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

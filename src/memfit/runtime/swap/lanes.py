@@ -219,7 +219,6 @@ class CudaLanes:
     def _copy(
         self, direction: int, source: torch.Tensor, target: torch.Tensor, after: Copy | None
     ) -> Copy:
-        self._collect()
         stream = self._streams[direction]
         current = torch.cuda.current_stream(self.device)
         self._here.record(current)
@@ -236,6 +235,8 @@ class CudaLanes:
         return copy
 
     def _event(self) -> torch.cuda.Event:
+        if not self._events:
+            self._collect()  # only now: to ask for every copy whether another is over takes time
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
 
     def _collect(self) -> None:

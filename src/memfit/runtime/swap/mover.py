@@ -66,11 +66,12 @@ class Mover:
         with self._alone():
             self._let_go([moved for moved in moveds if moved.leaving])
 
-    def prefetch(self, moved: Moved) -> None:
-        """Start to copy back what is away."""
+    def prefetch(self, moveds: Sequence[Moved]) -> None:
+        """Start to copy back those that are away."""
         with self._alone():
-            if moved.storage is None and moved.slot is not None:
-                self._start_back(moved)
+            for moved in moveds:
+                if moved.storage is None and moved.slot is not None:
+                    self._start_back(moved)
 
     def fetch(self, moved: Moved) -> torch.UntypedStorage:
         """The memory of `moved` on the device, filled as far as the computation can see."""

@@ -54,14 +54,16 @@ def may_move(tensor: torch.Tensor, device: torch.device, smallest: int, static: 
     """Whether the memory behind a saved tensor can be taken away and brought back.
 
     Not that of parameters and buffers, of which views are saved as well as themselves; not what
-    lies elsewhere, is small, or is seen through a lazy conjugate or sign.
+    lies elsewhere, is small, or is seen through a lazy conjugate or sign. Most stay because they
+    are small or static: that is asked first.
     """
-    if not has_storage(tensor) or tensor.device != device:
-        return False
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+    if not has_storage(tensor):
         return False
     storage = tensor.untyped_storage()
-    return storage.nbytes() >= max(1, smallest) and storage not in static
+    if storage.nbytes() < max(1, smallest) or storage in static:
+        return False
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device == device and not lazy and not tensor.is_inference()
 
 
 def same_counter(a: torch.Tensor, b: torch.Tensor) -> bool:

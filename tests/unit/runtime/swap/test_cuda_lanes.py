@@ -21,7 +21,7 @@ class Device:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.events = 0
+        self.events = self.queries = 0
         self.compute = Stream(self)
         self.current = self.compute
 
@@ -57,6 +57,11 @@ class Event:
         self.time = stream.time
 
     def query(self) -> bool:
+        self.device.queries += 1
+        return self.over
+
+    @property
+    def over(self) -> bool:
         assert self.time is not None
         return self.time <= self.device.now
 
@@ -65,7 +70,7 @@ class Event:
         self.device.now = max(self.device.now, self.time)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self.timing and end.timing and self.query() and end.query()
+        assert self.timing and end.timing and self.over and end.over
         assert self.time is not None and end.time is not None
         return (end.time - self.time) * 1e3
 
@@ -184,6 +189,20 @@ def test_a_thousand_steps_use_the_same_events(device: Device) -> None:
     assert len(set(counts[1:])) == 1
     assert lanes.traffic()[0].copies == lanes.traffic()[1].copies == 3000
     assert lanes.traffic()[0].busy_s == pytest.approx(600)
+
+
+def test_starting_a_copy_asks_after_others_only_where_no_event_is_free(device: Device) -> None:
+    lanes = CudaLanes(torch.device("cuda"))
+    for _ in range(8):
+        lanes.copy_out(_memory(device, 100), _slot(device, 100))
+    device.now = device.compute.time + 10  # all are over
+    before = device.events, device.queries
+    lanes.copy_out(_memory(device, 100), _slot(device, 100))
+    assert device.queries == before[1] + 8, "once, for all of them: their events are free"
+    for _ in range(7):
+        lanes.copy_out(_memory(device, 100), _slot(device, 100))
+    assert (device.events, device.queries) == (before[0], before[1] + 8)
+    assert lanes.traffic()[0].copies == 16
 
 
 def test_copies_in_flight_are_counted_without_waiting(device: Device) -> None:
