@@ -164,8 +164,8 @@ class Router:
             self._seen[name] = number + 1
             index = indices.get(number % visits)
             if index is None:  # nobody's, or it lies inside another segment
-                return forward(*args, **kwargs)
-            if index in wanted:
+                output = forward(*args, **kwargs)
+            elif index in wanted:
                 output = self.engine(index, bound.get(index, forward), args, kwargs)
             else:
                 output = bound[index](*args, **kwargs)
