@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from memfit.errors import ModelError
+from memfit.measure.generation_cache import cache_off
 from memfit.measure.kept_copies import Copies
 from memfit.measure.memory import cuda_capacity
 from memfit.workload import Workload
@@ -97,7 +99,8 @@ def untouched(workload: Workload, *, unmeasured: bool = False) -> Iterator[None]
     drop_gradients(workload)
     del gradients
     try:
-        yield
+        with cache_off(model):
+            yield
     finally:
         drop_gradients(workload)
         with torch.no_grad():
@@ -128,10 +131,13 @@ def explained_errors(workload: Workload) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
+        hint = "run loss_fn(model, batch).backward() once by itself to see it"
+        if isinstance(error, CheckpointError):
+            hint = "a segment must do the same when it runs again: no caches that grow, no counters"
         raise ModelError(
             f"the training step of {workload.name or 'the workload'} failed: "
             f"{type(error).__name__}: {error}",
-            hint="run loss_fn(model, batch).backward() once by itself to see it",
+            hint=hint,
         ) from error
 
 

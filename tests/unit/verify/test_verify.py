@@ -25,6 +25,7 @@ from memfit.verify.numerics import (
     check_numerics,
     check_parameters,
     compare,
+    largest_difference,
 )
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
@@ -158,6 +159,20 @@ def test_compare() -> None:
     assert not compare(_numbers(), missing).bitwise_vs_unplanned
     reshaped = Numbers(torch.tensor(1.0), {"w": torch.zeros(3)}, {"n": torch.tensor(3)})
     assert compare(_numbers(), reshaped).grad_max_rel_diff == float("inf")
+
+
+def test_a_gradient_that_is_rounding_alone_is_not_far_from_eager() -> None:
+    """A bias of an attention's keys has no gradient: its rounding was called 1.6 from eager."""
+    real = torch.tensor([1.0, 0.5])
+
+    def numbers(noise: float, factor: float = 1.0) -> Numbers:
+        gradients = {"key.bias": torch.tensor([noise]), "weight": factor * real}
+        return Numbers(torch.tensor(1.0), gradients, {})
+
+    assert compare(numbers(1e-9), numbers(-1e-9)).grad_max_rel_diff == pytest.approx(2.0)
+    assert largest_difference(numbers(1e-9), numbers(-1e-9)) < 1e-5
+    assert largest_difference(numbers(1e-9), numbers(1e-9, 1.1)) == pytest.approx(0.1, rel=1e-3)
+    assert largest_difference(numbers(1e-9), numbers(0.5)) > 1
 
 
 def test_deterministic_is_put_back() -> None:
