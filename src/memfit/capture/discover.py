@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.errors import ModelError
 from memfit.ir.step_graph import LOSS
 from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors
@@ -41,6 +42,7 @@ class Visit:
     mutated_buffers: tuple[str, ...] = ()
     container: bool = False
     several: bool = False  # whether it runs several operators of its own, and no module
+    hidden: bool = False  # what it saves goes elsewhere: under no_grad, in a checkpoint of its own
     storages: set[StorageWeakRef] = field(default_factory=set, repr=False)
 
     @property
@@ -71,6 +73,7 @@ class _Watch:
         self.stack = [self.root]
         self.counts: dict[str, int] = {}
         self.packs = 0
+        self._probed = False
         self._serials: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._next = 0
         static = [*self.model.parameters(), *self.model.buffers(), *workload.batch_tensors()]
@@ -83,7 +86,17 @@ class _Watch:
             self._next += 1
         return int(self._serials[tensor])
 
+    def sees_saved(self) -> bool:
+        """Whether what is saved for backward here comes to `pack`."""
+        self._probed = True
+        torch.ones((), requires_grad=True).exp()
+        seen, self._probed = not self._probed, False
+        return seen
+
     def pack(self, tensor: torch.Tensor) -> None:
+        if self._probed:
+            self._probed = False
+            return
         self.packs += 1
         for storage in storages_of(tensor):
             key = StorageWeakRef(storage)
@@ -101,11 +114,12 @@ class _Watch:
             visit = Visit(name, type(module).__name__, number)
             visit.container = type(module) is torch.nn.Sequential
             visit.several = name == LOSS
+            visit.hidden = self.stack[-1].hidden or not self.sees_saved()
             self.stack[-1].children.append(visit)
             tensors = _tensors((args, kwargs))
             visit.inputs = tuple(self.serial(t) for t in tensors)
             versions = [(t, t._version) for t in tensors if not t.is_inference()]
-            buffers = {n: b._version for n, b in _plain_buffers(module)}
+            buffers = {n: (b, b._version) for n, b in _plain_buffers(module)}
             self._check_recent()
             start = self.packs
             self.stack.append(visit)
@@ -117,7 +131,7 @@ class _Watch:
             visit.outputs = tuple(self.serial(t) for t in _tensors(output))
             self._note_mutations(visit, versions)
             visit.mutated_buffers = tuple(
-                n for n, b in _plain_buffers(module) if buffers.get(n) != b._version
+                n for n, b in _plain_buffers(module) if not _unchanged(b, buffers.get(n))
             )
             self._recent = (visit, [(t, t._version) for t, _ in versions])
             return output
@@ -159,7 +173,12 @@ def dropped_saved_tensors(seen: Any) -> Iterator[None]:
     """Show each tensor saved for backward to `seen`, then drop it: backward cannot run."""
 
     def unpack(_: Any) -> torch.Tensor:
-        raise AssertionError("this forward was run without keeping anything for a backward")
+        raise ModelError(
+            "the forward asks for what it saved: it runs a backward of its own, as for a gradient "
+            "penalty, and a plan knows one backward after the forward",
+            hint="leave what calls torch.autograd.grad or backward() out of loss_fn, or train such "
+            "steps without a plan, under memfit.pressure",
+        )
 
     with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
         yield
@@ -167,6 +186,11 @@ def dropped_saved_tensors(seen: Any) -> Iterator[None]:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _unchanged(buffer: torch.Tensor, before: tuple[torch.Tensor, int] | None) -> bool:
+    """Whether it is the same tensor with the same content; code may put another in its place."""
+    return before is not None and before[0] is buffer and before[1] == buffer._version
 
 
 def _plain_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

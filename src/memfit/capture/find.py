@@ -29,6 +29,12 @@ def find_segments(
     random = RandomState.of([workload.device])
     found = discover(workload, loss=loss)
     segments = choose_segments(found, patterns)
+    if not segments and found.root.children:
+        raise ModelError(
+            "everything runs under no_grad, in torch.utils.checkpoint or in other hooks on saved "
+            "tensors, so there is nothing to plan",
+            hint="take them out: memfit decides by itself what is recomputed or moved",
+        )
     if not segments:
         raise ModelError(
             "the step calls no module of the model, so there is nothing to plan",

@@ -16,9 +16,9 @@ from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, Profile
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
-from memfit.measure.generation_cache import NOTE, caching_configs
 from memfit.measure.memory import static_bytes
 from memfit.measure.step import explained_errors, run_first_steps, untouched
+from memfit.measure.switches import switch_notes
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
@@ -46,7 +46,7 @@ def profile_workload(
     refuse_compiled(workload.model)
     say("measuring copies to the host")
     copy = swap_rates(workload.device)
-    caches = caching_configs(workload.model)
+    switched = switch_notes(workload.model)
     with untouched(workload), setup or nullcontext():
         say("finding segments")
         # Operator by operator a loss takes what it takes in the plain step: nothing to plan there.
@@ -71,8 +71,7 @@ def profile_workload(
             seconds = times.measure(rounds)
         peak = times.plain_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
-        if caches:
-            notes.append(NOTE)
+        notes += switched
         if copy is None:
             notes.append("no room to measure copies to the host: nothing can be moved there")
     return Profile(

@@ -22,7 +22,7 @@ from memfit.ir.profile import CallTime
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
-from memfit.measure.step import drop_gradients, is_out_of_memory, run_step
+from memfit.measure.step import drop_gradients, explained_errors, is_out_of_memory, run_step
 from memfit.measure.timing import Clock, Inside, time_interleaved
 from memfit.runtime.calls import Engine, Forward, Router, routed
 from memfit.runtime.random_state import RandomState
@@ -173,7 +173,8 @@ class StepTimes:
         return Inside(lambda: recomputing_all(self.workload, self.captured, **how), self._step)
 
     def _step(self) -> None:
-        run_step(self.workload, accumulate=self.accumulate)
+        with explained_errors(self.workload):
+            run_step(self.workload, accumulate=self.accumulate)
 
     def _calls(self, recompute: bool) -> dict[str, dict[int, float]]:
         calls = CallClock(self.clock)

@@ -11,9 +11,9 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from memfit.errors import ModelError
-from memfit.measure.generation_cache import cache_off
 from memfit.measure.kept_copies import Copies
 from memfit.measure.memory import cuda_capacity
+from memfit.measure.switches import switched_off
 from memfit.workload import Workload
 
 Phase = Callable[[str], None]
@@ -85,6 +85,7 @@ def untouched(workload: Workload, *, unmeasured: bool = False) -> Iterator[None]
     model, optimizer = workload.model, workload.optimizer
     parameters = list(model.parameters())
     tensors = [*parameters, *model.buffers()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     copies = Copies(on_device=unmeasured and _has_plenty_of_room(workload))
     kept = [copies.of(t) for t in tensors]
     gradients = [p.grad for p in parameters]
@@ -99,10 +100,12 @@ def untouched(workload: Workload, *, unmeasured: bool = False) -> Iterator[None]
     drop_gradients(workload)
     del gradients
     try:
-        with cache_off(model):
+        with switched_off(model):
             yield
     finally:
         drop_gradients(workload)
+        for module, own in buffers:  # a forward may have put others in their place
+            module._buffers.update(own)
         with torch.no_grad():
             for tensor, old in zip(tensors, kept, strict=True):
                 tensor.copy_(old)

@@ -9,7 +9,7 @@ import torch
 
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
-from memfit.measure.generation_cache import cache_off
+from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
@@ -52,7 +52,7 @@ class Applied(Stacked):
         if self.plan.host_bytes:
             engine = self._swap(engine)
             stack.callback(engine.close)
-        stack.enter_context(cache_off(self.model))
+        stack.enter_context(switched_off(self.model))
         stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
         route = Route(self.plan.route, self.plan.model_calls, self.plan.calls_at_work)
         given = None if self.swap is None else self.swap.keep

@@ -148,15 +148,16 @@ class Recompute:
         self, run: tuple[int, int], index: int, forward: Forward, args: Any, kwargs: Any
     ) -> None:
         leaves, spec = tree_flatten((args, kwargs))
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        # A parameter stays itself: saved, it would come back as another type of tensor.
+        tensors = [i for i, leaf in enumerate(leaves) if _is_activation(leaf)]
         step = _Step(
             index=index,
             forward=forward,
             spec=spec,
-            leaves=[None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+            leaves=[None if _is_activation(leaf) else leaf for leaf in leaves],
             links={},
             saved=[],
-            random=RandomState.of(leaves[i].device for i in tensors),
+            random=RandomState.of(x.device for x in leaves if isinstance(x, torch.Tensor)),
             buffers={n: self._buffer(index, n).clone() for n in self._mutated.get(index, ())},
         )
         if index == run[0]:
@@ -287,6 +288,10 @@ def scratch_statistics(norms: Sequence[Any]) -> Iterator[None]:
     finally:
         for buffers, old in before:
             buffers.update(old)
+
+
+def _is_activation(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
 
 
 def _position(tensor: torch.Tensor, outputs: list[Any]) -> int | None:

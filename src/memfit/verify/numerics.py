@@ -287,9 +287,9 @@ def gradient_error(reference: Numbers, actual: Numbers) -> float:
     """The distance of all gradients from the reference's, as a share of the reference's length."""
     distance = length = 0.0
     for name, expected in reference.gradients.items():
-        difference = actual.gradients[name].to(expected.device).double() - expected.double()
-        distance += float(difference.square().sum())
-        length += float(expected.double().square().sum())
+        difference = _wide(actual.gradients[name].to(expected.device)) - _wide(expected)
+        distance += float(difference.abs().square().sum())
+        length += float(_wide(expected).abs().square().sum())
     return (distance / length) ** 0.5 if length else distance**0.5
 
 
@@ -299,12 +299,12 @@ def largest_difference(reference: Numbers, actual: Numbers) -> float:
     Gradients that are nothing but rounding (a bias before a softmax has none) count as shares of
     what the others are.
     """
-    largest = {n: g.double().abs().max().item() for n, g in reference.gradients.items() if g.numel()}
+    largest = {n: _wide(g).abs().max().item() for n, g in reference.gradients.items() if g.numel()}
     floor = SMALL * max(largest.values(), default=0.0)
     worst = 0.0
     for name, own in largest.items():
         expected, found = reference.gradients[name], actual.gradients[name]
-        difference = (expected.double() - found.to(expected.device).double()).abs().max().item()
+        difference = (_wide(expected) - _wide(found.to(expected.device))).abs().max().item()
         worst = max(worst, difference / (max(own, floor) or 1.0))
     return worst
 
@@ -405,5 +405,10 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         return float("inf")
-    scale = one.double().abs().max().item() or 1.0
-    return (one.double() - other.to(one.device).double()).abs().max().item() / scale
+    scale = _wide(one).abs().max().item() or 1.0
+    return (_wide(one) - _wide(other.to(one.device))).abs().max().item() / scale
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in double precision; complex ones stay complex."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

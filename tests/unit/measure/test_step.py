@@ -83,6 +83,18 @@ def test_untouched_restores_after_an_exception(zoo: SimpleNamespace) -> None:
     _same(_state(workload), before)
 
 
+def test_untouched_restores_a_buffer_that_another_took_the_place_of(zoo: SimpleNamespace) -> None:
+    """`self.average = ...` in a forward: the old tensor was restored, and was nobody's any more."""
+    workload = zoo.workload(zoo.Stack)
+    model = workload.model
+    model.register_buffer("average", torch.zeros(()))
+    own = model.average
+    with untouched(workload):
+        model.average = model.average + 1
+    assert model.average is own
+    _same(own, torch.zeros(()))
+
+
 def test_untouched_restores_a_scaler(zoo: SimpleNamespace) -> None:
     workload = zoo.workload(zoo.Stack)
     workload.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)

@@ -38,6 +38,23 @@ def _direct(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return model.head(x).square().mean()
 
 
+def _replacing(zoo: SimpleNamespace) -> nn.Module:
+    """A model whose blocks put a new tensor where a buffer was, and use it."""
+
+    class Layer(zoo.Block):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("average", torch.zeros(zoo.WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean((0, 1))
+            return super().forward(x) + self.average
+
+    model = zoo.Stack(blocks=1)
+    model.blocks = nn.ModuleList(Layer() for _ in range(3))
+    return model
+
+
 CASES: dict[str, Callable[[SimpleNamespace], Workload]] = {
     "dropout": lambda z: z.workload(z.Stack),
     "tied weights": lambda z: z.workload(z.TiedStack),
@@ -46,6 +63,7 @@ CASES: dict[str, Callable[[SimpleNamespace], Workload]] = {
     "tuples, dicts and keywords": lambda z: z.workload(z.ArgumentsNet),
     "skip connections": lambda z: z.workload(z.SkipNet),
     "changed buffers": lambda z: z.workload(z.CountingNet),
+    "buffers put in place of others": lambda z: z.workload(lambda: _replacing(z)),
     "batch norm": lambda z: z.workload(z.ConvNet, z.images),
     "batch norm by cumulative average": lambda z: z.workload(
         lambda: z.ConvNet(lambda n: nn.BatchNorm2d(n, momentum=None)), z.images
@@ -147,6 +165,34 @@ def test_arguments_in_a_plain_dataclass(
 
     for seed in SEEDS:
         assert_trains_alike(lambda: zoo.workload(Net), seed)
+
+
+def test_a_parameter_as_an_argument_stays_a_parameter(
+    zoo: SimpleNamespace, assert_trains_alike: TrainsAlike
+) -> None:
+    """It came back as a plain tensor, for which compiled code was compiled anew in the step."""
+    seen: list[type] = []
+
+    class Layer(zoo.Block):  # type: ignore[name-defined]
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            seen.append(type(scale))
+            return super().forward(x) * scale
+
+    class Net(zoo.Stack):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__(blocks=1)
+            self.blocks = nn.ModuleList(Layer() for _ in range(3))
+            self.scale = nn.Parameter(torch.ones(zoo.WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, self.scale)
+            return self.head(x)
+
+    for seed in SEEDS:
+        assert_trains_alike(lambda: zoo.workload(Net), seed)
+    assert set(seen) == {nn.Parameter}
 
 
 @pytest.mark.parametrize("runs", [[(0, 4)], [(0, 1)], [(0, 3)]])

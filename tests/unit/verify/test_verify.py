@@ -25,6 +25,7 @@ from memfit.verify.numerics import (
     check_numerics,
     check_parameters,
     compare,
+    gradient_error,
     largest_difference,
 )
 from memfit.verify.speed import Speed, compare_speed
@@ -173,6 +174,18 @@ def test_a_gradient_that_is_rounding_alone_is_not_far_from_eager() -> None:
     assert largest_difference(numbers(1e-9), numbers(-1e-9)) < 1e-5
     assert largest_difference(numbers(1e-9), numbers(1e-9, 1.1)) == pytest.approx(0.1, rel=1e-3)
     assert largest_difference(numbers(1e-9), numbers(0.5)) > 1
+
+
+def test_imaginary_parts_are_compared() -> None:
+    """They were dropped, with a warning of torch."""
+
+    def numbers(gradient: complex) -> Numbers:
+        return Numbers(torch.tensor(1.0), {"weight": torch.tensor([gradient])}, {})
+
+    one, other = numbers(1 + 1j), numbers(1 - 1j)
+    assert compare(one, other).grad_max_rel_diff == pytest.approx(2**0.5)
+    assert largest_difference(one, other) == pytest.approx(2**0.5)
+    assert gradient_error(one, other) == pytest.approx(2**0.5)
 
 
 def test_deterministic_is_put_back() -> None:

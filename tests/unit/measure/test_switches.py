@@ -1,4 +1,4 @@
-"""A cache that language models keep for generation must not grow when a block runs again."""
+"""Switches of models that work against a plan are off in the step, and on again afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.measure.generation_cache import NOTE
+from memfit.measure.switches import CACHE_OFF, CHECKPOINTING_OFF
 from memfit.workload import Workload
 
 
@@ -36,7 +36,21 @@ def test_a_model_with_a_cache_for_generation_is_fitted(executor: str) -> None:
     config = workload.model.config
     with memfit.fit_workload(workload, "90%", executor=executor, steps=1) as fitted:
         assert fitted.result.numerics.bitwise_vs_unplanned
-        assert NOTE in fitted.result.notes
+        assert CACHE_OFF in fitted.result.notes
         assert not config.use_cache, "off while the plan is at work"
         fitted.step(workload.batch)
     assert config.use_cache, "and as it was before"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_checkpoints_by_itself_is_fitted(reentrant: bool) -> None:
+    """What was saved inside the model's own checkpoints was not found: KeyError."""
+    workload = _llama()
+    model = workload.model
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with memfit.fit_workload(workload, "90%", executor="graph", steps=1) as fitted:
+        assert fitted.result.numerics.bitwise_vs_unplanned
+        assert CHECKPOINTING_OFF in fitted.result.notes
+        assert not model.is_gradient_checkpointing
+        fitted.step(workload.batch)
+    assert model.is_gradient_checkpointing
