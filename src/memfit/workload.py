@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,17 @@ def refuse_compiled(model: torch.nn.Module) -> None:
             )
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() cannot be called without arguments, as that of LBFGS."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature: the call itself will tell
+        pass
+    return False
+
+
 @dataclass
 class Workload:
     """A training step to fit: `loss_fn(model, batch)` gives a scalar loss that `optimizer` lowers.
@@ -67,6 +79,13 @@ class Workload:
             raise UsageError(
                 f"the optimizer is a {type(self.optimizer).__name__}, not a torch.optim.Optimizer",
                 hint="for example torch.optim.AdamW(model.parameters(), lr=1e-4)",
+            )
+        if _needs_closure(self.optimizer):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} runs forward and backward itself, as often as it "
+                "likes, through the closure that its step() needs: there is no one step to fit",
+                hint="use an optimizer whose step() needs nothing, for example torch.optim.AdamW; "
+                "memfit.pressure works with any loop",
             )
         if not any(p.requires_grad for p in self.model.parameters()):
             raise ModelError(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.errors import ModelError
+from memfit.errors import ModelError, UsageError
 from memfit.measure.step import explained_errors, run_first_steps, run_step, untouched
 from memfit.workload import Workload
 
@@ -165,3 +165,11 @@ def test_workloads_that_make_no_sense(zoo: SimpleNamespace) -> None:
     split = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ModelError, match="several devices"):
         Workload(split, zoo.squared, optimizer, batch)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name(zoo: SimpleNamespace) -> None:
+    """It failed in the middle of the first step, with the advice to run the backward alone."""
+    model = zoo.Stack()
+    with pytest.raises(UsageError, match="LBFGS") as refusal:
+        Workload(model, zoo.squared, torch.optim.LBFGS(model.parameters()), zoo.sequences())
+    assert "AdamW" in str(refusal.value.hint)
