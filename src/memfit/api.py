@@ -29,7 +29,7 @@ from memfit.planning.techniques import (
     forced_techniques,
     techniques_for,
 )
-from memfit.runtime.apply import Applied, check_plan
+from memfit.runtime.apply import Applied, check_plan, refuse_planned
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import batch_signature, describe
 from memfit.runtime.split import part_of
@@ -226,6 +226,9 @@ def fit_workload(
         executor = plan.executor
     if accumulate < 1:
         raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
+    if steps < 1:
+        raise UsageError(f"steps is {steps}", hint="it counts timed steps: 1 or more")
+    refuse_planned(workload.model)
     measured = profiled or profile(
         workload, segments=segments, executor=executor, accumulate=accumulate, progress=progress
     )

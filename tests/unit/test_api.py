@@ -294,6 +294,23 @@ def test_a_given_plan_is_run_as_it_is(zoo: SimpleNamespace, fit: Fit) -> None:
         memfit.fit_workload(sgd, plan=plan)
 
 
+def test_a_model_with_a_plan_at_work_is_not_fitted_again(zoo: SimpleNamespace, fit: Fit) -> None:
+    """The second fit measured the first one's plan as if it were the plain step."""
+    workload = zoo.workload(zoo.Stack)
+    fitted = fit(workload, "100%")
+    for again in (
+        lambda: fit(workload, "100%"),
+        lambda: memfit.profile(workload, executor="module"),
+        lambda: memfit.apply(fitted.plan, workload.model).install(),
+    ):
+        with pytest.raises(UsageError, match="at work") as refusal:
+            again()
+        assert "undo()" in str(refusal.value.hint)
+    fitted.step(workload.batch)
+    fitted.undo()
+    fit(workload, "100%").undo()
+
+
 def test_an_impossible_budget_is_refused(zoo: SimpleNamespace) -> None:
     workload = zoo.workload(zoo.Stack)
     before = copy.deepcopy(workload.model.state_dict())
@@ -312,6 +329,12 @@ def test_budgets_are_checked_before_anything_runs(zoo: SimpleNamespace, budget: 
     for verb in (memfit.fit_workload, memfit.plan):
         with pytest.raises(UsageError):
             verb(workload, budget)
+
+
+def test_no_timed_steps_are_refused(zoo: SimpleNamespace) -> None:
+    """Their median was asked for: IndexError."""
+    with pytest.raises(UsageError, match="steps is 0"):
+        memfit.fit_workload(zoo.workload(zoo.Stack), "100%", steps=0)
 
 
 def test_options_that_mean_nothing_are_refused(zoo: SimpleNamespace) -> None:

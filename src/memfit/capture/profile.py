@@ -19,6 +19,7 @@ from memfit.measure.device import device_facts
 from memfit.measure.memory import static_bytes
 from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
+from memfit.runtime.apply import refuse_planned
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
@@ -44,6 +45,7 @@ def profile_workload(
     """
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
+    refuse_planned(workload.model)
     say("measuring copies to the host")
     copy = swap_rates(workload.device)
     switched = switch_notes(workload.model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
-from memfit.errors import PlanFileError
+from memfit.errors import PlanFileError, UsageError
 from memfit.ir.plan import Plan
 from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
@@ -21,6 +22,8 @@ from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.attach import arena_for, swap_around
 from memfit.runtime.swap.engine import Swap
 from memfit.workload import refuse_compiled, unwrap
+
+_planned: WeakSet[torch.nn.Module] = WeakSet()  # models that a plan is at work on
 
 
 class Applied(Stacked):
@@ -44,6 +47,9 @@ class Applied(Stacked):
 
     def _make(self, stack: ExitStack) -> None:
         """Start executing the plan."""
+        refuse_planned(self.model)
+        _planned.add(unwrap(self.model))
+        stack.callback(_planned.discard, unwrap(self.model))
         code = plan_code(self.plan)
         self.recompute = self.recompute or plan_engine(self.plan, self.model)
         engine: Engine = self.recompute
@@ -96,6 +102,15 @@ def plan_code(plan: Plan) -> dict[int, Wrap]:
                 mutated_buffers=segment.mutated_buffers,
             )
     return code
+
+
+def refuse_planned(model: torch.nn.Module) -> None:
+    """UsageError when a plan is at work on the model: another would measure and run that one."""
+    if unwrap(model) in _planned:
+        raise UsageError(
+            f"a plan is at work on this {type(unwrap(model)).__name__} already",
+            hint="take it off first: fitted.undo(), or leave the block of memfit.apply",
+        )
 
 
 def check_plan(plan: Plan, model: torch.nn.Module) -> None:

@@ -31,7 +31,7 @@ ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
 REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
 INT8_TOLERANCE = 1e-1  # of all gradients' length, where frozen weights are rounded to 8 bits
 APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
-SMALL = 1e-3  # of the largest gradient: what is smaller still is measured by this
+SMALL = 1e-3  # of the largest gradient: smaller ones are measured by this
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
 _COPIES_OF_GRADIENTS = 5  # there at once when two runs on the device are compared with a third
@@ -109,7 +109,7 @@ def _planned_against_unplanned(
     if on_host:
         note = "the unplanned step does not fit: its activations were kept in host memory"
     actual = _numbers(workload, planned)
-    result = replace(compare(unplanned, actual), note=note)
+    result = replace(compare(unplanned, actual, small=SMALL), note=note)
     if _rounds_weights(planned.plan):
         why = "frozen weights are rounded to 8 bits"
         return _near(result, unplanned, actual, why, INT8_TOLERANCE)
@@ -119,7 +119,9 @@ def _planned_against_unplanned(
         return _against_reference(workload, result, unplanned, actual)
     if base is not None:
         eager, _ = _unplanned_numbers(workload, None)
-        result = replace(result, eager_max_rel_diff=largest_difference(eager, unplanned))
+        result = replace(
+            result, eager_max_rel_diff=compare(eager, unplanned, small=SMALL).grad_max_rel_diff
+        )
     if result.bitwise_vs_unplanned:
         return result
     if _reorders(planned.plan):
@@ -293,22 +295,6 @@ def gradient_error(reference: Numbers, actual: Numbers) -> float:
     return (distance / length) ** 0.5 if length else distance**0.5
 
 
-def largest_difference(reference: Numbers, actual: Numbers) -> float:
-    """The largest difference of a gradient, as a share of its tensor's largest one.
-
-    Gradients that are nothing but rounding (a bias before a softmax has none) count as shares of
-    what the others are.
-    """
-    largest = {n: _wide(g).abs().max().item() for n, g in reference.gradients.items() if g.numel()}
-    floor = SMALL * max(largest.values(), default=0.0)
-    worst = 0.0
-    for name, own in largest.items():
-        expected, found = reference.gradients[name], actual.gradients[name]
-        difference = (_wide(expected) - _wide(found.to(expected.device))).abs().max().item()
-        worst = max(worst, difference / (max(own, floor) or 1.0))
-    return worst
-
-
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Run without autocast and without shortened float32 products."""
@@ -331,19 +317,24 @@ def full_precision() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = cudnn
 
 
-def compare(expected: Numbers, actual: Numbers) -> Numerics:
-    """The differences between two runs; NaN counts as equal to NaN."""
+def compare(expected: Numbers, actual: Numbers, *, small: float = 0.0) -> Numerics:
+    """The differences between two runs; NaN counts as equal to NaN.
+
+    Differences are shares of a tensor's largest value. Gradients that are nothing but rounding (a
+    bias before a softmax has none) are `small` beside the largest one, and measured by that share.
+    """
     same = _same(expected.loss, actual.loss)
     worst = 0.0
-    for one, other in (
-        (expected.gradients, actual.gradients),
-        (expected.buffers, actual.buffers),
+    least = small * max(map(_largest, expected.gradients.values()), default=0.0) if small else 0.0
+    for one, other, floor in (
+        (expected.gradients, actual.gradients, least),
+        (expected.buffers, actual.buffers, 0.0),
     ):
         same = same and one.keys() == other.keys()
         for name in one.keys() & other.keys():
             if not _same(one[name], other[name]):
                 same = False
-                worst = max(worst, _relative(one[name], other[name]))
+                worst = max(worst, _relative(one[name], other[name], floor))
     difference = (expected.loss.double() - actual.loss.double()).abs().max().item()
     return Numerics(same, 0.0 if same else difference, worst, agree=same)
 
@@ -402,11 +393,14 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _relative(one: torch.Tensor, other: torch.Tensor) -> float:
+def _relative(one: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     if one.shape != other.shape:
         return float("inf")
-    scale = _wide(one).abs().max().item() or 1.0
-    return (_wide(one) - _wide(other.to(one.device))).abs().max().item() / scale
+    return _largest(_wide(one) - _wide(other.to(one.device))) / (max(_largest(one), floor) or 1.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return _wide(tensor).abs().max().item() if tensor.numel() else 0.0
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
