@@ -319,6 +319,7 @@ def _measuring(
 
 def resolve_executor(name: str | None, device: torch.device) -> str:
     """The executor of this name; None: the device's usual one."""
+    techniques_for("none", None, device.type)  # refuses a device that no step runs on
     if name is None or name == "auto":
         return "inductor" if device.type == "cuda" else "graph"
     if name not in EXECUTORS:

@@ -331,6 +331,16 @@ def test_budgets_are_checked_before_anything_runs(zoo: SimpleNamespace, budget: 
             verb(workload, budget)
 
 
+@pytest.mark.parametrize("verb", [memfit.profile, memfit.plan, memfit.fit_workload])
+def test_a_model_on_an_unknown_device_is_refused(zoo: SimpleNamespace, verb: Any) -> None:
+    """KeyError: 'meta'."""
+    model, batch = zoo.Stack().to("meta"), zoo.sequences().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match="devices of type 'meta'") as refusal:
+        verb(Workload(model, zoo.squared, optimizer, batch))
+    assert "memfit estimate" in str(refusal.value.hint) or "cuda and cpu" in str(refusal.value.hint)
+
+
 def test_no_timed_steps_are_refused(zoo: SimpleNamespace) -> None:
     """Their median was asked for: IndexError."""
     with pytest.raises(UsageError, match="steps is 0"):

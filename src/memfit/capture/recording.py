@@ -212,6 +212,8 @@ class _Marks:
 
     def run_saved(self, run: tuple[int, int], holders: list[Any]) -> None:
         for order, holder in enumerate(holders):
+            if holder is None:  # its graph was dropped in the forward, as before a detach()
+                continue
             weakref.finalize(holder, mark, f"let_go {run[0]} {order}").atexit = False
 
     def bookkeeping(self, index: int, begins: bool) -> None:

@@ -63,9 +63,9 @@ class Goal:
                 f"activation_reduction is {self.activation_reduction}, not between 0 and 1",
                 hint="0.40 asks for 40 % less activation memory",
             )
-        if self.max_slowdown is not None and self.max_slowdown < 1:
+        if self.max_slowdown is not None and not self.max_slowdown >= 1:  # nor nan
             raise UsageError(
-                f"max_slowdown is {self.max_slowdown}, below 1",
+                f"max_slowdown is {self.max_slowdown}, not 1 or more",
                 hint="1.20 allows a step that takes 20 % longer",
             )
         if self.interval is not None and self.interval < 1:

@@ -92,3 +92,21 @@ def test_a_plain_step_that_only_fails_without_recomputing_is_explained(
 
     with pytest.raises(ModelError, match="modified by an inplace operation"):
         memfit.profile(zoo.workload(Net), executor="module")
+
+
+def test_a_graph_that_a_block_drops_in_its_forward(zoo: SimpleNamespace) -> None:
+    """A straight-through estimator: nobody held what was saved before the detach(), TypeError."""
+
+    class Layer(zoo.Block):  # type: ignore[name-defined]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + (torch.tanh(self.up(x)).mean() - 1).exp().detach()
+
+    class Net(zoo.Stack):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__(blocks=1)
+            self.blocks = nn.ModuleList(Layer() for _ in range(3))
+
+    workload = zoo.workload(Net, lambda: zoo.sequences(256))
+    with memfit.fit_workload(workload, "80%", executor="module", steps=1) as fitted:
+        assert fitted.result.numerics.bitwise_vs_unplanned
+        assert abs(fitted.result.peak_error) <= 0.03
