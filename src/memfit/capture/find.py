@@ -16,19 +16,24 @@ from memfit.workload import Workload
 
 
 def find_segments(
-    workload: Workload, patterns: Sequence[str] | None = None, *, loss: bool = False
+    workload: Workload,
+    patterns: Sequence[str] | None = None,
+    *,
+    hidden: bool = False,
+    loss: bool = False,
 ) -> tuple[tuple[Segment, ...], tuple[str, ...]]:
     """Return the segment calls, and the modules whose `inplace` must be off to recompute them.
 
     A segment that begins by changing its own input in place cannot be repeated from that input.
     Where a module with `inplace=True` does it, switching that off makes the segment safe, unless
     somebody reads the changed input: then the loss is another, and the segment stays as it is.
-    Single layers are left alone: inside a run they are safe as they are. With `loss`, the
-    cross-entropy is a segment, too.
+    Single layers are left alone: inside a run they are safe as they are. Calls whose memory cannot
+    be planned, in checkpoints of the user's own or under no_grad, are left out unless `hidden`.
+    With `loss`, the cross-entropy is a segment, too.
     """
     random = RandomState.of([workload.device])
     found = discover(workload, loss=loss)
-    segments = choose_segments(found, patterns)
+    segments = choose_segments(found, patterns, hidden=hidden)
     if not segments and found.root.children:
         raise ModelError(
             "everything runs under no_grad, in torch.utils.checkpoint or in other hooks on saved "
@@ -53,7 +58,7 @@ def find_segments(
         changed = discover(workload, loss=loss)
     if not torch.allclose(changed.loss, found.loss, rtol=1e-6, atol=0, equal_nan=True):
         return segments, ()
-    safe = choose_segments(changed, patterns)
+    safe = choose_segments(changed, patterns, hidden=hidden)
     freed = pinned - {s.visit.module for s in safe if s.pinned}
     kept = tuple(n for n in names if any(n == o or n.startswith(o + ".") for o in freed))
     return (safe, kept) if kept else (segments, ())

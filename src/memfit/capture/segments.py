@@ -33,11 +33,11 @@ class Segment:
 
 
 def choose_segments(
-    discovery: Discovery, patterns: Sequence[str] | None = None
+    discovery: Discovery, patterns: Sequence[str] | None = None, *, hidden: bool = False
 ) -> tuple[Segment, ...]:
-    """Return the step's segment calls in calling order, of those whose memory can be planned."""
+    """Return the step's segment calls in calling order; `hidden` ones, too, if asked for."""
     chosen = _by_name(discovery, patterns) if patterns else _by_shape(discovery)
-    chosen = [visit for visit in chosen if not visit.hidden]
+    chosen = [visit for visit in chosen if hidden or not visit.hidden]
     losses = sum(visit.module == LOSS for visit in chosen)
     if losses < discovery.visits_of.get(LOSS, 0):
         # Another one lies inside a segment, whose compiled code does not call it: leave all alone.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,11 +76,14 @@ def drop_gradients(workload: Workload) -> None:
 
 
 @contextmanager
-def untouched(workload: Workload, *, unmeasured: bool = False) -> Iterator[None]:
+def untouched(
+    workload: Workload, *, unmeasured: bool = False, as_it_is: bool = False
+) -> Iterator[None]:
     """Restore parameters, buffers, gradients, optimizer, modes and RNG when the block is left.
 
     Copies lie in host memory, so that the device's memory is that of the step alone; where memory
-    is `unmeasured`, on a device with plenty of room, which is quicker.
+    is `unmeasured`, on a device with plenty of room, which is quicker. Switches of the model that
+    work against plans are off within the block, unless the step is to be seen `as_it_is`.
     """
     model, optimizer = workload.model, workload.optimizer
     parameters = list(model.parameters())
@@ -100,7 +103,7 @@ def untouched(workload: Workload, *, unmeasured: bool = False) -> Iterator[None]
     drop_gradients(workload)
     del gradients
     try:
-        with switched_off(model):
+        with nullcontext() if as_it_is else switched_off(model):
             yield
     finally:
         drop_gradients(workload)

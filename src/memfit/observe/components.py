@@ -67,8 +67,8 @@ def _of_workload(
     warmup: int,
     patterns: Sequence[str] | None,
 ) -> ComponentTimes:
-    with untouched(workload):
-        found, _ = find_segments(workload, patterns)
+    with untouched(workload, as_it_is=True):
+        found, _ = find_segments(workload, patterns, hidden=True)
         calls = [(s.visit.module, s.visit.number, s.visits) for s in found]
         timed = plain_steps(workload, loader, Route(calls))
         for number in range(warmup + steps):
