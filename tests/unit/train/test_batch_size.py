@@ -266,7 +266,7 @@ def test_a_retry_of_the_allocator_is_run_again_without_the_cap(monkeypatch) -> N
         return BatchTrial(size, cap is None, 900, 1000, 900, 1.0)
 
     monkeypatch.setattr(trial, "_attempt", attempt)
-    monkeypatch.setattr(trial, "untouched", lambda made: untouched(workload()))
+    monkeypatch.setattr(trial, "untouched", lambda made, **how: untouched(workload(), **how))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     made: Any = SimpleNamespace(device=torch.device("cuda"))
     ran = trial.run_trial(made, 4, 800, lambda size: None, steps=1)

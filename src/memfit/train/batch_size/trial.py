@@ -44,7 +44,7 @@ def run_trial(
     """
 
     def attempt(cap_bytes: int | None) -> BatchTrial:
-        with untouched(workload):
+        with untouched(workload, as_it_is=True):
             trial = _attempt(workload, size, budget_bytes, cap_bytes, make_batch, steps)
         gc.collect()
         if workload.device.type == "cuda":
