@@ -15,10 +15,11 @@ import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from common import arguments_of, fill, heading
+from common import Unit, heading, open_report, parser_of, run_units
 
 import memfit
 from memfit.ir.plan import OFFLOAD, Plan
@@ -28,6 +29,7 @@ from memfit.targets import resolve_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS, WARMUP = 60, 5
+SECONDS = 60  # for each workload, on a CPU
 HOST_BYTES = 2**24
 NONE, AGAIN = "unplanned", "unplanned again"
 _RESNET = {
@@ -90,7 +92,7 @@ def plans_for(plan: Plan) -> dict[str, Plan]:
     }
 
 
-def measured(name: str) -> dict[str, Any]:
+def measured(name: str, rounds: int) -> dict[str, Any]:
     """The rows of one workload."""
     executor, target, options = WORKLOADS[name]
     workload = resolve_target(target, device=DEVICE, **options)
@@ -101,7 +103,7 @@ def measured(name: str) -> dict[str, Any]:
     systems: dict[str, AbstractContextManager[Any]]
     systems = {NONE: unplanned, **applied, AGAIN: unplanned}
     seconds: dict[str, list[float]] = {system: [] for system in systems}
-    for number in range(WARMUP + ROUNDS):
+    for number in range(WARMUP + rounds):
         for system, around in systems.items():
             with around:
                 run_step(workload)  # not timed: it finds the caches as another system left them
@@ -143,6 +145,9 @@ def markdown(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in report["workloads"].items():
+        if "error" in found:
+            lines.append(f"| {name} | {found['error']} |" + " |" * 5)
+            continue
         least_s = found["rows"][NONE]["least_s"]
         for system, row in found["rows"].items():
             low, extra, high = row["extra_s"]
@@ -158,8 +163,14 @@ def markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     """Run what is missing and print the table."""
     torch.set_num_threads(1)
-    arguments = arguments_of(__doc__, "swap-host.json", WORKLOADS).parse_args()
-    fill(arguments.output, "workloads", arguments.only, measured, markdown)
+    arguments = parser_of(__doc__, "swap-host.json", WORKLOADS).parse_args()
+    report = open_report(arguments, "workloads")
+    rounds = arguments.steps if arguments.tiny else ROUNDS  # the tensors are tiny in any case
+    units = [
+        Unit(report["workloads"], name, partial(measured, name, rounds), name, SECONDS)
+        for name in arguments.only
+    ]
+    run_units(arguments, report, units, markdown)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 
 from memfit.cli.app import app
 
-SCRIPTS = ("batch_size", "combinations", "estimates", "inside", "observe", "recipes", "swap")
+SCRIPTS = (
+    *("batch_size", "combinations", "estimates", "inside", "observe", "recipes", "swap"),
+    "swap_host",
+)
 ENCODER, GPT2 = "encoder@256x128", "gpt2@8x1024 bf16"
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -173,8 +174,9 @@ class Arena:
             for chunk in chunks:
                 chunk.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_closed") and not sys.is_finalizing():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Bound beforehand: at the end of a process the modules' names are gone.
+        if hasattr(self, "_closed") and not is_finalizing():
             self.close()
 
     def _take_back(self) -> None:

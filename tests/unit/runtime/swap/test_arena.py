@@ -194,3 +194,15 @@ def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
     (older / "memory.limit_in_bytes").write_text("5000\n")
     (older / "memory.usage_in_bytes").write_text("1000\n")
     assert list(host_memory._cgroup_free(tmp_path, "")) == [4000]
+
+
+def test_an_arena_that_outlives_its_module_ends_in_silence() -> None:
+    arena = Arena(GRAIN, pinned=False)
+    names = vars(arena_module)
+    before = dict(names)
+    try:
+        names["sys"] = None  # as at the end of a process
+        arena.__del__()
+    finally:
+        names.update(before)
+    assert arena.capacity_bytes == 0
