@@ -70,6 +70,11 @@ class Goal:
             )
         if self.interval is not None and self.interval < 1:
             raise UsageError(f"interval is {self.interval}", hint="it counts segments: 1 or more")
+        if self.min_tensor_bytes < 0:
+            raise UsageError(
+                f"min_tensor_bytes is {self.min_tensor_bytes}, below 0",
+                hint="tensors of fewer bytes are left as they are: 0 or more",
+            )
 
 
 def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:

@@ -32,6 +32,7 @@ Profiles = Callable[..., st.SearchStrategy[Profile]]
         ({"activation_reduction": 1.0}, "activation_reduction is 1.0"),
         ({"activation_reduction": 40}, "activation_reduction is 40"),
         ({"max_slowdown": 0.9}, "max_slowdown is 0.9"),
+        ({"min_tensor_bytes": -1}, "min_tensor_bytes is -1"),
         ({"interval": 0}, "interval is 0"),
     ],
 )
