@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from memfit.cli.app import app
@@ -18,14 +17,6 @@ SCRIPTS = (
     "swap_host",
 )
 ENCODER, GPT2 = "encoder@256x128", "gpt2@8x1024 bf16"
-
-
-@pytest.fixture(autouse=True)
-def as_it_was():
-    """Scripts turn tf32 on."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
