@@ -107,11 +107,12 @@ def _own_loss(owner: Any) -> Iterator[None]:
         return
 
     def late(*args: Any, **kwargs: Any) -> torch.Tensor:
-        del owner._loss_function
+        here = owner.__dict__.pop("_loss_function", None)  # none if a copy outlived the block
         try:
             function = owner.loss_function
         finally:
-            owner.loss_function = late
+            if here is not None:
+                owner.loss_function = here
         if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
             return function(*args, **kwargs)
         return _hand_over(function, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -140,6 +141,18 @@ def test_a_language_model_hands_over_the_loss_it_uses_once() -> None:
     assert [f.__name__ for f in noted.functions] == ["ForCausalLMLoss"]
     assert loss.isfinite() and expected.isfinite()
     assert model.__dict__ == before | {"training": False}
+
+
+def test_a_copy_of_a_language_model_keeps_its_loss_when_all_is_put_back() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(11, (2, 5))
+    with calls.loss_calls(model):
+        twin = copy.deepcopy(model)
+        within = twin(tokens, labels=tokens).loss
+    assert torch.equal(twin(tokens, labels=tokens).loss, within)
+    assert "_loss_function" not in model.__dict__
 
 
 def test_a_loss_of_its_own_that_a_language_model_was_given_stays() -> None:
