@@ -137,9 +137,9 @@ def markdown(report: dict[str, Any]) -> str:
     """All rows as a Markdown table."""
     lines = [
         *heading("What moving memory costs the host", report),
-        f"Processor time of the process in a step, medians of {ROUNDS}; extra is the median of "
-        "the differences to the unplanned step of the same round, with their quartiles, and the "
-        "difference between the least of both.",
+        f"Processor time of the process in a step, medians of {ROUNDS} rounds (fewer with --tiny); "
+        "extra is the median of the differences to the unplanned step of the same round, with "
+        "their quartiles, and the difference between the least of both.",
         "",
         "| workload | step | tensors moved | host | extra | quartiles | extra, least |",
         "|---|---|---|---|---|---|---|",

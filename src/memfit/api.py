@@ -26,6 +26,7 @@ from memfit.planning.techniques import (
     OPTIMIZER,
     ROUNDED_STATE,
     STEP,
+    check_device,
     forced_techniques,
     techniques_for,
 )
@@ -319,7 +320,7 @@ def _measuring(
 
 def resolve_executor(name: str | None, device: torch.device) -> str:
     """The executor of this name; None: the device's usual one."""
-    techniques_for("none", None, device.type)  # refuses a device that no step runs on
+    check_device(device.type)
     if name is None or name == "auto":
         return "inductor" if device.type == "cuda" else "graph"
     if name not in EXECUTORS:

@@ -34,12 +34,7 @@ def techniques_for(
 ) -> tuple[str, ...]:
     """The techniques of a plan: allowed ones, or the usual ones and what the strategy needs."""
     needed = NEEDS.get(strategy, ())
-    if device_type not in DEFAULTS:
-        raise UsageError(
-            f"memfit does not know devices of type {device_type!r}",
-            hint="it fits steps on cuda and cpu; without weights, `memfit estimate` says what a "
-            "step takes",
-        )
+    check_device(device_type)
     allowed = allowed_techniques(allow, DEFAULTS[device_type])
     if allow is None:
         return tuple(t for t in AVAILABLE if t in allowed or t in needed)
@@ -50,6 +45,16 @@ def techniques_for(
                 hint=f"add it: --allow +{name}",
             )
     return allowed
+
+
+def check_device(device_type: str) -> None:
+    """Refuse a kind of device that no step runs on."""
+    if device_type not in DEFAULTS:
+        raise UsageError(
+            f"memfit does not know devices of type {device_type!r}",
+            hint="it fits steps on cuda and cpu; without weights, `memfit estimate` says what a "
+            "step takes",
+        )
 
 
 def allowed_techniques(

@@ -121,4 +121,5 @@ def _own_loss(owner: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del owner._loss_function
+        if owner.__dict__.get("_loss_function") is late:
+            del owner._loss_function

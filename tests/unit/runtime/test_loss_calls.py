@@ -163,7 +163,9 @@ def test_a_loss_of_its_own_that_a_language_model_was_given_stays() -> None:
     def mine(logits: torch.Tensor, **_: Any) -> torch.Tensor:
         return logits.mean()
 
-    model.loss_function = mine
+    with calls.loss_calls(model):
+        model.loss_function = mine
+    assert model.loss_function is mine
     with calls.loss_calls(model):
         assert model.loss_function is mine
     assert model.loss_function is mine
