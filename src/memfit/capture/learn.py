@@ -22,10 +22,9 @@ from memfit.ir.profile import Measurements, Profile
 from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
 from memfit.measure.timing import Inside, time_interleaved
-from memfit.runtime.apply import Applied, plan_code, plan_engine
+from memfit.runtime.apply import Applied, adjusted, plan_code, plan_engine
 from memfit.runtime.calls import Direct, Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
-from memfit.runtime.inplace import inplace_off
 from memfit.runtime.setup import Setup
 from memfit.workload import Workload
 
@@ -135,7 +134,7 @@ def _compile_ahead(workload: Workload, plan: Plan) -> None:
         return
     route = Route(plan.route, plan.model_calls)
     with (
-        inplace_off(workload.model, plan.inplace_off),
+        adjusted(workload.model, plan),
         routed(workload.model, route, Direct(), plan_code(plan)),
         dropped_saved_tensors(lambda tensor: None),
         compiled.ahead(),
@@ -159,7 +158,7 @@ def _recorded(
     engine = Marking(plan_engine(plan, workload.model), code)
     route = Route(plan.route, plan.model_calls)
     with ExitStack() as stack:
-        stack.enter_context(inplace_off(workload.model, plan.inplace_off))
+        stack.enter_context(adjusted(workload.model, plan))
         stack.enter_context(routed(workload.model, route, engine, code))
         for _ in range(2):  # the first compiles
             run_step(workload)

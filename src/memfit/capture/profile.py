@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from memfit.capture.build import build_step_graph
 from memfit.capture.captured import Captured, capture_segments
+from memfit.capture.copied import with_copies
 from memfit.capture.find import find_segments
 from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
@@ -21,6 +23,7 @@ from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
 from memfit.runtime.apply import refuse_planned
 from memfit.runtime.inplace import inplace_off
+from memfit.runtime.layout import channels_last, prefers_channels_last
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
 from memfit.runtime.swap.rates import swap_rates
@@ -52,8 +55,12 @@ def profile_workload(
     with untouched(workload), setup or nullcontext():
         say("finding segments")
         # Operator by operator a loss takes what it takes in the plain step: nothing to plan there.
-        found, inplace = find_segments(workload, segments, loss=executor == "inductor")
-        with inplace_off(workload.model, inplace):
+        fused = executor == "inductor"
+        turned = fused and prefers_channels_last(workload)
+        turn = partial(channels_last, workload.model, turned)
+        with turn():
+            found, inplace = find_segments(workload, segments, loss=fused)
+        with inplace_off(workload.model, inplace), turn():
             say("capturing segments")
             captured = capture_segments(workload, found, executor)
             say("warming up")
@@ -74,6 +81,7 @@ def profile_workload(
         peak = times.plain_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
         notes += switched
+        notes += ["images are given to the model with their channels last"] if turned else []
         if copy is None:
             notes.append("no room to measure copies to the host: nothing can be moved there")
     return Profile(
@@ -91,9 +99,10 @@ def profile_workload(
         copy=copy,
         allocator=allocator,
         executor=executor,
-        graphs=tuple(captured.graphs),
+        graphs=with_copies(captured.graphs, graph),
         uncaptured={graph.calls[i].name: why for i, why in captured.reasons.items()},
         inplace_off=inplace,
+        channels_last=turned,
         accumulate=accumulate,
         setup=() if setup is None else setup.techniques,
         tile_bytes=None if setup is None else setup.tile_bytes,

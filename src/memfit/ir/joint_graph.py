@@ -58,6 +58,8 @@ class JointGraph:
     outputs: tuple[int, ...]  # nodes the forward returns
     gradients: tuple[int, ...]  # nodes the backward returns
     unplanned: tuple[int, ...] = ()  # nodes saved when nobody decides
+    # Inputs and parameters that the forward hands over as copies of its own, in another layout.
+    copied: tuple[int, ...] = ()
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -86,6 +88,7 @@ class JointGraph:
         """The inputs and outputs whose memory the saved nodes hold beside the segment's own."""
         storages = {s for n in saved for s in self.nodes[n].storages}
         inputs = {i for i, node in enumerate(self.nodes) if node.role == "input"}
+        inputs.difference_update(self.copied)
         outside = sorted(inputs.union(self.outputs))
         return [i for i in outside if storages.intersection(self.nodes[i].storages)]
 

@@ -130,6 +130,7 @@ class Plan:
     smallest_move_bytes: int = 0  # smaller tensors are not moved
     trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()
+    channels_last: bool = False  # images are given to the model in that layout
     model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)

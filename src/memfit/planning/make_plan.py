@@ -361,6 +361,7 @@ def _plan(
         smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,
         inplace_off=profile.inplace_off,
+        channels_last=profile.channels_last,
         model_calls=profile.graph.model_calls,
         notes=(*profile.notes, *_notes(choice)),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from weakref import WeakSet
 
@@ -14,6 +15,7 @@ from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.inplace import inplace_off
+from memfit.runtime.layout import channels_last
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.reversible import Stacked
 from memfit.runtime.setup import Setup
@@ -59,7 +61,7 @@ class Applied(Stacked):
             engine = self._swap(engine)
             stack.callback(engine.close)
         stack.enter_context(switched_off(self.model))
-        stack.enter_context(inplace_off(self.model, self.plan.inplace_off))
+        stack.enter_context(adjusted(self.model, self.plan))
         route = Route(self.plan.route, self.plan.model_calls, self.plan.calls_at_work)
         given = None if self.swap is None else self.swap.keep
         self.router = Router(self.model, route, engine, code, given)
@@ -72,6 +74,13 @@ class Applied(Stacked):
             self._arena = arena_for(self.plan, self.model)
             self.swap = swap_around(engine, self.plan, self.model, self._arena)
         return self.swap
+
+
+@contextmanager
+def adjusted(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
+    """The model as it was when it was profiled for the plan."""
+    with inplace_off(model, plan.inplace_off), channels_last(model, plan.channels_last):
+        yield
 
 
 def plan_engine(plan: Plan, model: torch.nn.Module) -> Recompute:

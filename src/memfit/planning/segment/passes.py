@@ -30,12 +30,14 @@ def variant_of(graph: JointGraph, saved: Iterable[int]) -> Variant:
     )
     at_start = sum(span.bytes for span in backward if span.birth < 0)
     own = {s for s in saved_storages(graph, kept) if not _at_boundary(graph, s)}
+    parameters = _copied_parameters(graph)
+    copies = parameters | {s for s in own if _maker_role(graph, s) == "input"}
     return Variant(
         saved=tuple(sorted(kept)),
         recomputed=again,
-        held_bytes=storage_bytes(graph, own) + sum(states.values()),
+        held_bytes=storage_bytes(graph, own | parameters) + sum(states.values()),
         seconds=sum(graph.again_seconds[n] for n in again),
-        forward_peak_bytes=_peak_bytes(forward, len(forward_order)),
+        forward_peak_bytes=_peak_bytes(forward, len(forward_order)) + storage_bytes(graph, copies),
         backward_peak_bytes=max(0, _peak_bytes(backward, len(backward_order)) - at_start),
         forward=forward,
         backward=backward,
@@ -253,7 +255,16 @@ def _peak_bytes(spans: Sequence[Span], steps: int) -> int:
 
 def _at_boundary(graph: JointGraph, storage: int) -> bool:
     """Whether the storage comes in or goes out: others may hold it too."""
-    return storage in graph.output_storages or _maker_role(graph, storage) == "input"
+    if storage in graph.output_storages:
+        return True
+    copied = graph.storages[storage].maker in graph.copied
+    return _maker_role(graph, storage) == "input" and not copied
+
+
+def _copied_parameters(graph: JointGraph) -> set[int]:
+    """Storages of the parameters that every variant keeps as copies of its own."""
+    found = (graph.nodes[n] for n in graph.copied)
+    return {s for node in found if node.role == "parameter" for s in node.storages}
 
 
 def _inside(graph: JointGraph, storage: int) -> bool:
