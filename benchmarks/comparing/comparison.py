@@ -82,7 +82,13 @@ class Comparison:
             lowest = min(budgets, default=base.graph.fixed_bytes)
             setup = setup_of(names, self.workload, base, tile_for(lowest))
             say(f"  with {', '.join(names)}")
-            found = memfit.profile(self.workload, executor=base.executor, setup=setup, progress=say)
+            found = memfit.profile(
+                self.workload,
+                executor=base.executor,
+                channels_last=base.channels_last,
+                setup=setup,
+                progress=say,
+            )
             self.rows["setup"] = list(names)
             self._keep(set_up=found)
             self._warm.add("set up")

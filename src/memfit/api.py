@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture.learn import learn_variants
 from memfit.capture.profile import profile_workload
-from memfit.errors import InfeasibleError, PlanFileError, UsageError
+from memfit.errors import InfeasibleError, UsageError
 from memfit.fitted import Fitted
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
@@ -30,9 +30,9 @@ from memfit.planning.techniques import (
     forced_techniques,
     techniques_for,
 )
-from memfit.runtime.apply import Applied, check_plan, refuse_planned
+from memfit.runtime.apply import Applied, check_plan, check_plan_for, refuse_planned
 from memfit.runtime.setup import Setup
-from memfit.runtime.signature import batch_signature, describe
+from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import format_bytes, parse_bytes
@@ -49,8 +49,8 @@ from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
 MAX_ROUNDS = 3
-MAX_LESSONS = 3  # plans that are run to learn about their variants, in each round
 EXECUTORS = ("graph", "inductor", "module")
+MAX_LESSONS = 3  # plans that are run to learn about their variants, in each round
 
 
 def profile(
@@ -58,13 +58,16 @@ def profile(
     *,
     segments: Sequence[str] | None = None,
     executor: str | None = None,
+    channels_last: bool | None = None,
     accumulate: int = 1,
     setup: Setup | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one step of the workload: memory, seconds, segments. Leaves it as it was.
 
-    A `setup` (techniques of the loss and the optimizer) is at work meanwhile.
+    A `setup` (techniques of the loss and the optimizer) is at work meanwhile. With
+    `channels_last` the model is given its images in that layout; None: where compiled code works
+    in it.
     """
     chosen = resolve_executor(executor, workload.device)
     note = prefer_expandable_segments(workload.device)
@@ -72,6 +75,7 @@ def profile(
         workload,
         segments=segments,
         executor=chosen,
+        turned=channels_last,
         accumulate=accumulate,
         setup=setup,
         progress=progress,
@@ -231,7 +235,12 @@ def fit_workload(
         raise UsageError(f"steps is {steps}", hint="it counts timed steps: 1 or more")
     refuse_planned(workload.model)
     measured = profiled or profile(
-        workload, segments=segments, executor=executor, accumulate=accumulate, progress=progress
+        workload,
+        segments=segments,
+        executor=executor,
+        channels_last=None if plan is None else plan.channels_last,
+        accumulate=accumulate,
+        progress=progress,
     )
     if measured.workload != describe(workload) or measured.accumulate != accumulate:
         raise UsageError(
@@ -249,7 +258,7 @@ def fit_workload(
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
     unplanned = None
-    if made.executor != "module":
+    if not made.unplanned_is_plain:
         unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
     numerics = check_numerics(part, planned, unplanned)
@@ -280,6 +289,7 @@ def fit_workload(
         result = replace(result, swap=planned.swap.statistics())
 
     def replan(larger: Workload) -> Fitted:
+        parts = accumulate * made.split
         return fit_workload(
             larger,
             made.budget_bytes,
@@ -290,9 +300,15 @@ def fit_workload(
             max_slowdown=max_slowdown,
             interval=interval,
             segments=segments,
-            executor=measured.executor,
             min_tensor_bytes=min_tensor_bytes,
-            accumulate=accumulate * made.split,
+            accumulate=parts,
+            profiled=profile(
+                larger,
+                segments=segments,
+                executor=measured.executor,
+                channels_last=measured.channels_last,
+                accumulate=parts,
+            ),
         )
 
     return Fitted(part, planned.install(), measured, result, replan, accumulate, base)
@@ -310,6 +326,7 @@ def _measuring(
             part_of(workload, split),
             segments=segments,
             executor=base.executor,
+            channels_last=base.channels_last,
             accumulate=base.accumulate * split,
             setup=setup,
         )
@@ -318,29 +335,14 @@ def _measuring(
     return measure
 
 
-def resolve_executor(name: str | None, device: torch.device) -> str:
-    """The executor of this name; None: the device's usual one."""
+def resolve_executor(name: str | None, device: torch.device) -> str | None:
+    """The executor of this name; None: the profile says by which a step is run on CUDA."""
     check_device(device.type)
     if name is None or name == "auto":
-        return "inductor" if device.type == "cuda" else "graph"
+        return None if device.type == "cuda" else "graph"
     if name not in EXECUTORS:
         raise UsageError(f"unknown executor {name!r}", hint=f"one of: {', '.join(EXECUTORS)}")
     return name
-
-
-def check_plan_for(plan: Plan, workload: Workload) -> None:
-    """Refuse a plan for another model, torch, batch or optimizer."""
-    check_plan(plan, workload.model)
-    for part, here in (
-        ("batch", batch_signature(workload.batch)),
-        ("optimizer", type(workload.optimizer).__name__),
-        ("device", workload.device.type),
-    ):
-        if plan.workload.get(part) != here:
-            raise PlanFileError(
-                f"the plan was made for the {part} {plan.workload.get(part)!r}, not {here!r}",
-                hint="make a plan for this workload: memfit plan TARGET --budget B -o plan.json",
-            )
 
 
 def _goal(

@@ -14,6 +14,7 @@ from memfit.capture.copied import with_copies
 from memfit.capture.find import find_segments
 from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
+from memfit.capture.usual import usual_executor
 from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import Baseline, Profile
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
@@ -36,7 +37,8 @@ def profile_workload(
     workload: Workload,
     *,
     segments: Sequence[str] | None = None,
-    executor: str = "module",
+    executor: str | None = "module",
+    turned: bool | None = None,
     accumulate: int = 1,
     rounds: int = 5,
     setup: Setup | None = None,
@@ -44,7 +46,8 @@ def profile_workload(
 ) -> Profile:
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards.
 
-    A `setup` is at work meanwhile.
+    A `setup` is at work meanwhile. The `executor` None is one that serves the workload on CUDA.
+    Images are `turned` around to have their channels last; None: where compiled code wants them so.
     """
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
@@ -55,11 +58,12 @@ def profile_workload(
     with untouched(workload), setup or nullcontext():
         say("finding segments")
         # Operator by operator a loss takes what it takes in the plain step: nothing to plan there.
-        fused = executor == "inductor"
-        turned = fused and prefers_channels_last(workload)
+        if turned is None:
+            turned = executor in (None, "inductor") and prefers_channels_last(workload)
+        executor = executor or usual_executor(workload, convolutions=turned)
         turn = partial(channels_last, workload.model, turned)
         with turn():
-            found, inplace = find_segments(workload, segments, loss=fused)
+            found, inplace = find_segments(workload, segments, loss=executor == "inductor")
         with inplace_off(workload.model, inplace), turn():
             say("capturing segments")
             captured = capture_segments(workload, found, executor)

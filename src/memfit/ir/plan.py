@@ -170,6 +170,11 @@ class Plan:
                 calls |= {index, min(segment.release, last), min(segment.prefetch, last), last}
         return frozenset(calls)
 
+    @property
+    def unplanned_is_plain(self) -> bool:
+        """Whether the step with everything kept is the one that the workload has by itself."""
+        return self.executor == "module" and not self.channels_last
+
     def unplanned(self) -> Plan:
         """The same step by the same executor with everything kept."""
         default = {v.graph: i for i, v in enumerate(self.variants) if v.unplanned}

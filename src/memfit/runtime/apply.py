@@ -19,11 +19,11 @@ from memfit.runtime.layout import channels_last
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.reversible import Stacked
 from memfit.runtime.setup import Setup
-from memfit.runtime.signature import model_signature
+from memfit.runtime.signature import batch_signature, model_signature
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.attach import arena_for, swap_around
 from memfit.runtime.swap.engine import Swap
-from memfit.workload import refuse_compiled, unwrap
+from memfit.workload import Workload, refuse_compiled, unwrap
 
 _planned: WeakSet[torch.nn.Module] = WeakSet()  # models that a plan is at work on
 
@@ -137,3 +137,18 @@ def check_plan(plan: Plan, model: torch.nn.Module) -> None:
             f"the plan was made with torch {plan.torch}, this is torch {torch.__version__}",
             hint="other versions use memory differently: make the plan again",
         )
+
+
+def check_plan_for(plan: Plan, workload: Workload) -> None:
+    """Refuse a plan for another model, torch, batch or optimizer."""
+    check_plan(plan, workload.model)
+    for part, here in (
+        ("batch", batch_signature(workload.batch)),
+        ("optimizer", type(workload.optimizer).__name__),
+        ("device", workload.device.type),
+    ):
+        if plan.workload.get(part) != here:
+            raise PlanFileError(
+                f"the plan was made for the {part} {plan.workload.get(part)!r}, not {here!r}",
+                hint="make a plan for this workload: memfit plan TARGET --budget B -o plan.json",
+            )

@@ -11,6 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import profile as profiling
+from memfit.capture import usual
 from memfit.capture.learn import learn_variants
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.segment.passes import variant_of
@@ -151,3 +152,46 @@ def test_copies_of_inputs_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
         for v in known.variants
         if v.measured
     )
+
+
+def test_nobody_asked_and_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions by their layers then, in the same layout; a fit compares with that step."""
+    monkeypatch.setattr(usual, "is_launch_bound", lambda workload: True)
+    workload = _workload(Net())
+    profile = profiling.profile_workload(workload, executor=None)
+    assert (profile.executor, profile.channels_last) == ("module", True)
+    assert profile.baseline is not None
+    budget = int(0.8 * profile.baseline.peak_bytes)
+    fitted = memfit.fit_workload(workload, budget, profiled=profile, steps=2, allow="recompute")
+    result = fitted.result
+    fitted.undo()
+    assert fitted.plan.channels_last and not fitted.plan.unplanned_is_plain
+    assert result.numerics.bitwise_vs_unplanned
+    assert result.numerics.eager_max_rel_diff is not None
+    assert result.measured.peak_bytes <= budget
+
+
+def test_nobody_asked_and_the_device_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "is_launch_bound", lambda workload: False)
+    assert usual.usual_executor(_workload(Net()), convolutions=True) == "inductor"
+
+
+def test_other_models_are_compiled() -> None:
+    assert usual.usual_executor(_workload(Net()), convolutions=False) == "inductor"
+
+
+def test_a_host_that_is_always_busy_is_launch_bound() -> None:
+    assert usual.is_launch_bound(_workload(Net()))  # a CPU does its work itself
+
+
+def test_a_plain_step_without_room_is_not_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(workload: Workload) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(usual, "run_step", no_room)
+    assert not usual.is_launch_bound(_workload(Net()))
+
+
+def test_a_layout_can_be_asked_for() -> None:
+    assert memfit.profile(_workload(Net()), executor="module", channels_last=True).channels_last
+    assert not memfit.profile(_workload(Net()), executor="module").channels_last

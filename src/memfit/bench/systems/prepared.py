@@ -40,7 +40,7 @@ class Setting:
             self.say(f"using the profile of {found.by}")
             return found
         made = api.profile(self.workload, executor=executor, progress=self.say)
-        self.shared.keep(made)
+        self.shared.keep(made, executor)
         return Found(self.shared.system, made)
 
 

@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from memfit.api import resolve_executor
 from memfit.ir.bench import WorkloadSpec
 from memfit.ir.codec import from_data, to_data
 from memfit.ir.profile import Profile
@@ -37,7 +36,7 @@ class SharedProfiles:
 
     def find(self, workload: Workload, executor: str | None) -> Found | None:
         """The profile of this workload by this executor; None when nobody has made it yet."""
-        path = self._path(resolve_executor(executor, workload.device))
+        path = self._path(executor)
         if path is None or not path.exists():
             return None
         found = from_data(Found, json.loads(path.read_text(encoding="utf-8")))
@@ -45,16 +44,16 @@ class SharedProfiles:
         same = (found.profile.fingerprint, found.profile.workload) == here
         return found if same else None  # a function of the user's may build another one each time
 
-    def keep(self, profile: Profile) -> None:
-        """Leave a profile to the cells that follow."""
-        path = self._path(profile.executor)
+    def keep(self, profile: Profile, executor: str | None) -> None:
+        """Leave a profile, asked for by this executor, to the cells that follow."""
+        path = self._path(executor)
         if path is None:
             return
         beside = path.with_suffix(".part")
         beside.write_text(json.dumps(to_data(Found(self.system, profile))), encoding="utf-8")
         beside.replace(path)  # a cell may be ended at any moment
 
-    def _path(self, executor: str) -> Path | None:
+    def _path(self, executor: str | None) -> Path | None:
         if self.folder is None:
             return None
         key = json.dumps([to_data(self.workload), executor]).encode()
