@@ -1,12 +1,8 @@
-"""How much memory is in use, how much there may be, and who holds a piece of it.
-
-The only module of the valve that touches private parts of torch: who else owns a storage.
-"""
+"""How much memory is in use, and how much there may be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +12,8 @@ from memfit.measure.memory import cuda_capacity
 
 _LOOK_SHARE = 0.005  # of the capacity: a look costs some ten microseconds on CUDA
 _ROOM = 3  # times the largest saved tensor: room for what comes before the next look
-_STORAGE_OWNERS: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_AWAKE_AT = 0.75  # of the high mark: from here on every saved tensor is looked at
+_QUIET_AT = 0.65  # of the high mark: a step that stays below leaves the next one alone
 
 
 class Gauge(Protocol):
@@ -83,6 +80,16 @@ class Marks:
     capacity: int
     always: bool
 
+    @property
+    def awake(self) -> int:
+        """A valve that looks now and then looks at every saved tensor from here on."""
+        return int(self.high * _AWAKE_AT)
+
+    @property
+    def quiet(self) -> int:
+        """A step that stays below needs no more than a look now and then."""
+        return int(self.high * _QUIET_AT)
+
     def ceiling(self, largest: int) -> int:
         """Above this, memory that is on its way out is waited for.
 
@@ -114,29 +121,3 @@ def no_capacity(kind: str) -> UsageError:
 def gauge_for(device: torch.device, capacity: int) -> Gauge:
     """What reads the memory in use on a device."""
     return CudaGauge(device, capacity) if device.type == "cuda" else CountingGauge()
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that no other living storage has."""
-    return int(storage._cdata)
-
-
-def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether letting go of `tensor` frees its memory: no other tensor uses it."""
-    return _owners(tensor) == _owners_of_one()
-
-
-def _owners(tensor: torch.Tensor) -> int:
-    return int(_STORAGE_OWNERS(tensor.untyped_storage()._cdata))
-
-
-@cache
-def _owners_of_one() -> int:
-    """What torch counts for a storage with one tensor; versions count its Python object or not."""
-    tensor = torch.empty(1)
-    alone = _owners(tensor)
-    other = tensor.detach()
-    assert _owners(tensor) == alone + 1, "torch no longer counts the owners of a storage"
-    del tensor
-    assert _owners(other) == alone
-    return alone

@@ -28,26 +28,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import ref
 
 import torch
+from torch.autograd.graph import Node
 
 from memfit.errors import HostMemoryError
 from memfit.ir.pressure import PressureStatistics
 from memfit.ir.swap import Traffic
 from memfit.runtime.pressure.away import Away
 from memfit.runtime.pressure.eligible import can_be_rebuilt, has_lazy_bits, may_move
-from memfit.runtime.pressure.gauge import (
-    Gauge,
-    Marks,
-    gauge_for,
-    is_sole_owner,
-    marks_for,
-    storage_key,
-)
+from memfit.runtime.pressure.gauge import Gauge, Marks, gauge_for, marks_for
 from memfit.runtime.pressure.host_store import HostStore
+from memfit.runtime.pressure.innards import is_sole_owner, saved_for, storage_key
 from memfit.runtime.pressure.saved import Remains, Saved, View
 from memfit.runtime.swap.moved import Geometry, Kept, Moved, check_version
 
@@ -74,7 +69,12 @@ class SavedTensors:
 
     `pack` and `unpack` are hooks of torch.autograd. Graphs may outlive the loop: `unpack` works
     after `close`, too, and host memory goes with the last storage that lies there.
+
+    `when_asked` is called before the first tensor is packed after one was asked for: a forward
+    begins, or a backward computes something again.
     """
+
+    when_asked: Callable[[], None] | None = None
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -97,13 +97,18 @@ class SavedTensors:
         self._since = 0  # bytes saved or asked for since the last look
         self._largest = 0
         self._last = 0  # the number that was asked for last
-        self._highest = self._swaps = self._retrievals = 0
+        self._asked = False  # since `when_asked` was called
+        self._highest = self._highest_lately = self._swaps = self._retrievals = 0
         self._warned = False
 
     def open(self) -> None:
-        """Begin to look at the memory in use."""
+        """Begin to move what must."""
         with self._lock:
             self._open = True
+
+    def read_capacity(self) -> None:
+        """Ask again how much memory there may be."""
+        with self._lock:
             if self._device is not None:
                 self._watch(self._device)
 
@@ -142,6 +147,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps in the place of a tensor."""
+        if self._asked and self.when_asked is not None:
+            self.when_asked()
         if not may_move(tensor):
             return Kept(tensor)
         if self._device is None and self._is_wanted(tensor):
@@ -161,6 +168,7 @@ class SavedTensors:
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The tensor that was packed."""
+        self._asked = True
         if isinstance(packed, Kept):
             return packed.tensor()
         saved = packed.saved if isinstance(packed, View) else packed
@@ -180,6 +188,31 @@ class SavedTensors:
         if isinstance(packed, View):
             return packed.geometry.in_(tensor.untyped_storage())
         return tensor.detach()  # another owner of the storage, as long as it is used
+
+    def is_quiet(self) -> bool:
+        """Whether memory was far from short since this was asked for, and is so now."""
+        with self._lock:
+            self._asked = False
+            if self._device is None or self.counts or self._marks.always:
+                return False
+            self._settle()
+            self._look()
+            highest, self._highest_lately = self._highest_lately, 0
+            moves = self._leaving or self._away or self._ahead
+            return not moves and highest <= self._marks.quiet
+
+    def room(self) -> int:
+        """Bytes that may be allocated before every saved tensor is worth a look."""
+        with self._lock:
+            self._look()
+            return self._marks.awake - self._allocated
+
+    def adopt(self, root: Node) -> None:
+        """Take in what the graph behind a node saved without hooks."""
+        for tensor, piece in saved_for(root):
+            size = tensor.untyped_storage().nbytes() if may_move(tensor) else 0
+            if tensor.device == self._device and size >= self._settings.min_tensor_bytes:
+                piece.register_hooks(self.pack, self.unpack)
 
     def bury(self, remains: Remains) -> None:
         """Put away what a storage left behind, at once or when the lock is free."""
@@ -244,9 +277,7 @@ class SavedTensors:
         always, marks = self._marks.always, self._marks
         excess: float = 0
         if self._since >= self._gauge.look_every:
-            self._since = 0
-            self._allocated = self._gauge.allocated()
-            self._highest = max(self._highest, self._allocated)
+            self._look()
             expected = self._allocated - self._leaving_bytes
             excess = expected - marks.low if expected > marks.high else 0
         elif not always:
@@ -254,6 +285,12 @@ class SavedTensors:
         if self._open and before:
             self._start(float("inf") if always else excess, before)
         self._let_go()
+
+    def _look(self) -> None:
+        self._since = 0
+        self._allocated = self._gauge.allocated()
+        self._highest = max(self._highest, self._allocated)
+        self._highest_lately = max(self._highest_lately, self._allocated)
 
     def _start(self, excess: float, before: float) -> None:
         """Start copies of the longest idle storages until `excess` bytes are on their way."""

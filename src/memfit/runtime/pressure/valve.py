@@ -6,10 +6,10 @@ import threading
 from types import TracebackType
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.errors import UsageError
 from memfit.ir.pressure import PressureStatistics
+from memfit.runtime.pressure.attention import Attention
 from memfit.runtime.pressure.gauge import no_capacity
 from memfit.runtime.pressure.saved_tensors import SavedTensors, Settings
 from memfit.units import parse_bytes
@@ -26,7 +26,7 @@ class Valve:
 
     def __init__(self, settings: Settings) -> None:
         self._saved_tensors = SavedTensors(settings)
-        self._hooks: saved_tensors_hooks | None = None
+        self._attention = Attention(self._saved_tensors)
         self._thread = 0
 
     @property
@@ -47,12 +47,11 @@ class Valve:
             _at_work = self
         try:
             self._saved_tensors.open()
-            hooks = saved_tensors_hooks(self._saved_tensors.pack, self._saved_tensors.unpack)
-            hooks.__enter__()
+            self._attention.begin()
         except BaseException:
             _at_work = None
             raise
-        self._hooks, self._thread = hooks, threading.get_ident()
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(
@@ -67,9 +66,8 @@ class Valve:
                 "a valve is left in another thread than it was entered in",
                 hint="enter and leave memfit.pressure in the thread that runs the forward",
             )
-        assert self._hooks is not None
-        self._hooks.__exit__()
-        self._hooks, self._thread = None, 0
+        self._attention.end()
+        self._thread = 0
         try:
             self._saved_tensors.close()
         finally:

@@ -1,0 +1,118 @@
+"""How closely a valve looks: at every saved tensor, or at calls of modules while it may doze.
+
+Hooks that do nothing cost the host a microsecond and more for each saved tensor. So a valve that
+saw memory far from short in a whole step takes its hooks away. Then it looks at the memory in use
+when modules are called: after so many bytes went into them that there could be too little room,
+and every two milliseconds. When it finds too much in use it sets its hooks again, in the
+middle of the forward, and takes in what the graph of this forward saved until then.
+
+Limits. A valve that dozes does not see what is allocated between calls of modules or in a
+backward: between the memory at which it wakes and the threshold there must be room for that. What
+was saved before it woke can move only if the input of the module that is called depends on it.
+It wakes outside of the hooks of others (activation checkpointing, torch.func), as they come first
+anyway. It never dozes in Python 3.11, which cannot tell of calls at a price worth it, on the CPU,
+where saved tensors are counted one by one, or before a tensor was saved that is large enough.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, is_in_backward
+from memfit.runtime.pressure.module_calls import ModuleCalls
+from memfit.runtime.pressure.saved_tensors import SavedTensors
+
+_LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA
+_SHARE = 16  # a module may allocate so many times what goes into it
+_CAPACITY_S = 1.0  # asking the driver takes too long for every step
+
+
+class Attention:
+    """Sets hooks for saved tensors, and takes them away while calls of modules are enough."""
+
+    def __init__(self, saved_tensors: SavedTensors) -> None:
+        self._saved_tensors = saved_tensors
+        self._calls = ModuleCalls()
+        self._hooks: saved_tensors_hooks | None = None
+        self._beneath: object = None  # the hooks that were in force before
+        self._thread = 0
+        self._dozes = False
+        self._look_at = self._ask_again_at = 0.0
+        self._bytes_left = 0
+
+    @property
+    def dozes(self) -> bool:
+        """Whether there are no hooks."""
+        return self._dozes
+
+    def begin(self) -> None:
+        """Look as closely as in the end."""
+        self._thread = threading.get_ident()
+        self._beneath = hooks_in_force()
+        self._saved_tensors.when_asked = self._consider
+        if not (self._dozes and self._watch()):
+            self._wake()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._saved_tensors.when_asked = None
+        self._calls.stop()
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
+
+    def _wake(self) -> None:
+        self._read_capacity()
+        hooks = saved_tensors_hooks(self._saved_tensors.pack, self._saved_tensors.unpack)
+        hooks.__enter__()
+        self._hooks, self._dozes = hooks, False
+
+    def _read_capacity(self) -> None:
+        self._saved_tensors.read_capacity()
+        self._ask_again_at = time.monotonic() + _CAPACITY_S
+
+    def _consider(self) -> None:
+        """Doze from now on if all went well; called by the hooks."""
+        if not self._in_forward():
+            return  # something is computed again
+        self._calls.stop()  # there is nothing left to take in
+        if self._saved_tensors.is_quiet() and self._watch():
+            assert self._hooks is not None
+            self._hooks.__exit__()
+            self._hooks, self._dozes = None, True
+
+    def _watch(self) -> bool:
+        self._look_at = 0.0
+        return self._calls.start(self._called)
+
+    def _called(self, value: object) -> None:
+        """A module is called with a value."""
+        if type(value) is torch.Tensor:
+            self._bytes_left -= value.nbytes
+        if self._bytes_left < 0 or time.monotonic() >= self._look_at:
+            self._look(value)
+
+    def _look(self, value: object) -> None:
+        if not self._in_forward():
+            return
+        if self._hooks is None:
+            if time.monotonic() > self._ask_again_at:
+                self._read_capacity()
+            room = self._saved_tensors.room()
+            if room > 0:
+                self._look_at = time.monotonic() + _LOOK_S
+                self._bytes_left = room // _SHARE
+                return
+            if hooks_in_force() != self._beneath or not hooks_are_allowed():
+                return  # with the next call
+            self._wake()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            self._calls.stop()
+            self._saved_tensors.adopt(value.grad_fn)
+
+    def _in_forward(self) -> bool:
+        return threading.get_ident() == self._thread and not is_in_backward()

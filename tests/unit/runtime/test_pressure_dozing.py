@@ -1,0 +1,434 @@
+"""A safety valve that dozes: no hooks while memory is far from short, and how it wakes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit.runtime.pressure import attention, gauge, host_store, saved_tensors
+from memfit.runtime.pressure.innards import hooks_in_force
+from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
+from memfit.runtime.pressure.saved import Saved
+from memfit.runtime.pressure.valve import Valve
+from memfit.runtime.swap.arena import Slot
+from memfit.runtime.swap.lanes import Copy, HostLanes
+
+ROW = 1000  # floats
+UNIT = 4 * ROW
+MODELS = [("ConvNet", "images"), ("AttentionNet", "sequences"), ("Reused", "sequences")]
+
+
+class Allocator:
+    """Memory of the tensors it is told of, as CUDA's allocator would count it."""
+
+    counts = False
+    look_every = 1
+
+    def __init__(self) -> None:
+        self.storages: list[ref[Any]] = []
+        self.others = 0
+        self.looks = 0
+
+    def allocated(self) -> int:
+        self.looks += 1
+        storages = [reference() for reference in self.storages]
+        return self.others + sum(s.nbytes() for s in storages if s is not None)
+
+    def added(self, size: int) -> None:
+        pass
+
+    def removed(self, size: int) -> None:
+        pass
+
+
+class HookedCalls:
+    """Tells of calls by torch's own hooks, where Python cannot."""
+
+    def start(self, seen: Callable[[object], None]) -> bool:
+        register = nn.modules.module.register_module_forward_pre_hook
+        self._handle = register(lambda module, args: seen(args[0] if args else None))
+        return True
+
+    def stop(self) -> None:
+        if hasattr(self, "_handle"):
+            self._handle.remove()
+
+
+class Layer(nn.Module):
+    """Saves one tensor for each row it is given: its number, counted in the model."""
+
+    def __init__(self, allocator: Allocator, number: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.allocator, self.number = allocator, number
+
+    def forward(self, total: torch.Tensor, rows: int) -> torch.Tensor:
+        tensor = torch.full((rows * ROW,), float(self.number))
+        self.allocator.storages.append(ref(tensor.untyped_storage()))
+        return total + (self.weight * tensor)[0]
+
+
+class Model(nn.Module):
+    def __init__(self, allocator: Allocator, layers: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(allocator, n + 1) for n in range(layers))
+
+    def forward(self, rows: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for layer in self.layers:
+            total = layer(total, rows)
+        return total
+
+
+def step(model: Model, rows: int = 1) -> None:
+    """Forward and backward, and a check of the gradients."""
+    model.zero_grad()
+    model(rows).backward()
+    for layer in model.layers:
+        assert layer.weight.grad == layer.number
+
+
+@pytest.fixture(params=["hooks", "monitoring"])
+def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """What valves ask in the test, whose calls of modules are seen in one way or the other."""
+    if request.param == "hooks":
+        monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+    elif not can_see_calls():
+        pytest.skip("sys.monitoring came with Python 3.12")
+    made = Allocator()
+    monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
+    monkeypatch.setattr(attention, "_LOOK_S", 0.0)  # with every call
+    return made
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The first values of what was copied to the host, in this order."""
+    values: list[float] = []
+
+    class Lanes(HostLanes):
+        def copy_out(self, source: torch.Tensor, slot: Slot) -> Copy:
+            values.append(source.view(torch.float32)[0].item())
+            return super().copy_out(source, slot)
+
+    monkeypatch.setattr(host_store, "lanes_for", Lanes)
+    return values
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The sizes of all saved tensors that hooks were called for."""
+    sizes: list[torch.Size] = []
+    pack = saved_tensors.SavedTensors.pack
+
+    def counted(self: Any, tensor: torch.Tensor) -> Any:
+        sizes.append(tensor.shape)
+        return pack(self, tensor)
+
+    monkeypatch.setattr(saved_tensors.SavedTensors, "pack", counted)
+    return sizes
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(frozen_garbage: None) -> Iterator[None]:
+    yield
+    assert hooks_in_force() is None
+    gc.collect()
+    left = [o for o in gc.get_objects() if isinstance(o, Saved)]
+    assert not left, f"{len(left)} saved tensors were left behind"
+
+
+def valve(threshold: float = 0.8, units: int = 40) -> Valve:
+    return memfit.pressure(
+        threshold, capacity=units * UNIT, device="cpu", min_tensor_bytes=64, host_budget="1GiB"
+    )
+
+
+def test_a_quiet_step_leaves_the_next_ones_without_hooks(
+    allocator: Allocator, packed: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LOOK_S", 1e9)
+    model = Model(allocator)
+    with valve() as idle:
+        step(model)
+        of_a_step = len(packed)
+        assert of_a_step >= 10, "the first step is looked at closely"
+        assert not idle._attention.dozes
+        step(model)
+        assert idle._attention.dozes
+        assert len(packed) == of_a_step + 1, "the first tensor of the second one tells"
+        looks = allocator.looks
+        for _ in range(20):
+            step(model)
+    assert len(packed) == of_a_step + 1
+    assert allocator.looks == looks, "next to nothing went into modules"
+    assert idle.statistics.swaps == 0
+    assert idle.statistics.highest_bytes >= 9 * UNIT
+
+
+def test_bytes_that_go_into_modules_are_worth_a_look(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LOOK_S", 1e9)
+    model, module, batch = Model(allocator), nn.Identity(), torch.ones(ROW)
+    with valve():
+        step(model)
+        step(model)
+        module(batch)
+        looks = allocator.looks
+        for _ in range(40):
+            module(batch)
+        # 24 units of room, of which modules may take 16 for each that goes in
+        assert 20 <= allocator.looks - looks <= 40
+        allocator.others = 20 * UNIT
+        looks = allocator.looks
+        for _ in range(10):
+            module(batch)
+        assert allocator.looks - looks == 10
+
+
+def test_the_first_step_is_safe(allocator: Allocator, moved: list[float]) -> None:
+    with valve(units=8) as busy:
+        step(Model(allocator))
+        assert not busy._attention.dozes
+    assert moved[:3] == [1, 2, 3]
+    assert busy.statistics.swaps == busy.statistics.retrievals > 0
+
+
+def test_pressure_that_begins_in_the_middle_of_a_forward_is_met(
+    allocator: Allocator, moved: list[float]
+) -> None:
+    model = Model(allocator)
+    with valve() as busy:
+        step(model)
+        step(model)
+        assert busy._attention.dozes and not moved
+        step(model, rows=6)  # 60 units where there are 40
+        assert moved[:4] == [1, 2, 3, 4], "the longest idle first, from before it woke"
+        assert busy.statistics.swaps == busy.statistics.retrievals > 0
+        assert busy.statistics.highest_bytes < 40 * UNIT
+        swaps = busy.statistics.swaps
+        step(model, rows=6)
+        assert not busy._attention.dozes and busy.statistics.swaps > swaps
+        swaps = busy.statistics.swaps
+        for _ in range(3):
+            step(model)
+        assert busy._attention.dozes and busy.statistics.swaps == swaps
+        step(model, rows=6)
+        assert busy.statistics.swaps > swaps, "again"
+
+
+def test_memory_that_others_take_wakes_it_too(allocator: Allocator, moved: list[float]) -> None:
+    model = Model(allocator)
+
+    def take(module: nn.Module, args: Any) -> None:
+        allocator.others = 30 * UNIT
+
+    with valve() as busy:
+        step(model)
+        step(model)
+        model.layers[5].register_forward_pre_hook(take)
+        step(model)
+    assert moved[:3] == [1, 2, 3]
+    assert busy.statistics.swaps > 0
+
+
+def test_entered_around_each_step(allocator: Allocator, packed: list[torch.Size]) -> None:
+    model, idle = Model(allocator), valve()
+    for _ in range(2):
+        with idle:
+            step(model)
+    packed.clear()
+    for _ in range(3):
+        with idle:
+            step(model)
+        assert hooks_in_force() is None
+    assert not packed and idle._attention.dozes
+    with idle:
+        step(model, rows=6)
+    assert idle.statistics.swaps > 0
+
+
+def test_one_changed_in_place_before_it_woke_is_an_error_as_without_the_valve(
+    allocator: Allocator,
+) -> None:
+    model = Model(allocator)
+    weight = torch.ones(ROW, requires_grad=True)
+    with valve() as busy:
+        step(model)
+        step(model)
+        hidden = weight * 2
+        loss = hidden.square().sum()
+        hidden.add_(1)
+        allocator.others = 39 * UNIT
+        nn.Identity()(loss)
+        assert not busy._attention.dozes
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_one_changed_in_place_after_it_was_taken_in_is_an_error_too(allocator: Allocator) -> None:
+    model = Model(allocator)
+    weight = torch.ones(ROW, requires_grad=True)
+    with valve() as busy:
+        step(model)
+        step(model)
+        hidden = weight * 2
+        loss = hidden.square().sum()
+        allocator.others = 25 * UNIT
+        nn.Identity()(loss)
+        assert not busy._attention.dozes
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_it_does_not_wake_inside_the_hooks_of_others(allocator: Allocator) -> None:
+    model = Model(allocator)
+    other = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    with valve() as busy:
+        step(model)
+        step(model)
+        allocator.others = 25 * UNIT
+        with other:
+            step(model)
+            assert busy._attention.dozes
+        assert hooks_in_force() is None
+        step(model)
+        assert not busy._attention.dozes
+
+
+def test_what_others_hooked_is_not_read_when_it_wakes(allocator: Allocator) -> None:
+    model, runs = Model(allocator), []
+
+    def counted(total: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return model.layers[0](total, 1)
+
+    with valve() as busy:
+        step(model)
+        step(model)
+        loss = checkpoint(counted, torch.ones((), requires_grad=True), use_reentrant=False)
+        allocator.others = 25 * UNIT
+        loss = model.layers[1](loss, 1)
+        assert not busy._attention.dozes
+        assert len(runs) == 1
+        loss.backward()
+        assert len(runs) == 2
+
+
+class Broken(nn.Module):
+    def forward(self, total: torch.Tensor) -> torch.Tensor:
+        raise ValueError("mine")
+
+
+def test_an_exception_after_it_woke_releases_everything(
+    allocator: Allocator, moved: list[float]
+) -> None:
+    model = Model(allocator)
+    busy = valve()
+    with busy:
+        step(model)
+        step(model)
+    with pytest.raises(ValueError, match="mine"), busy:
+        Broken()(model(6))
+    assert moved and hooks_in_force() is None
+    gc.collect()
+    assert busy._saved_tensors._host.capacity_bytes == 0
+    with busy:
+        step(model)
+
+
+def test_calls_in_another_thread_do_not_wake_it(allocator: Allocator) -> None:
+    model = Model(allocator)
+    with valve() as idle:
+        step(model)
+        step(model)
+        allocator.others = 35 * UNIT
+        thread = threading.Thread(target=lambda: step(model))
+        thread.start()
+        thread.join()
+        assert idle._attention.dozes
+
+
+def test_the_numbers_stay(
+    allocator: Allocator,
+    zoo: Any,
+    run_numbers: Callable[..., Any],
+    assert_same: Callable[..., None],
+) -> None:
+    def wake(module: nn.Module, args: Any) -> None:
+        allocator.others = 10**6
+
+    for name, batch in MODELS:
+        allocator.others = 0
+        plain, swapped = (zoo.workload(getattr(zoo, name), getattr(zoo, batch)) for _ in "ab")
+        run_numbers(plain, 2)
+        expected = run_numbers(plain, 2)
+        with valve(0.5, units=100) as busy:
+            run_numbers(swapped, 2)
+            assert busy._attention.dozes
+            *_, late = (m for m in swapped.model.modules() if list(m.parameters()))
+            late.register_forward_pre_hook(wake)
+            actual = run_numbers(swapped, 2)
+        assert busy.statistics.swaps == busy.statistics.retrievals > 0
+        assert_same(actual, expected)
+
+
+def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+    for threshold in (0.8, 0):
+        model = Model(Allocator())
+        with valve(threshold) as awake:
+            for _ in range(3):
+                step(model)
+            assert not awake._attention.dozes
+
+
+@pytest.mark.skipif(can_see_calls(), reason="this Python can tell of calls")
+def test_python_3_11_stays_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Allocator()
+    monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
+    with valve() as awake:
+        for _ in range(3):
+            step(Model(made))
+        assert not awake._attention.dozes
+
+
+@pytest.mark.skipif(not can_see_calls(), reason="sys.monitoring came with Python 3.12")
+def test_calls_are_seen_until_they_are_not_wanted() -> None:
+    seen: list[object] = []
+    calls, linear, value = ModuleCalls(), nn.Linear(2, 2), torch.ones(1, 2)
+    assert calls.start(seen.append)
+    nn.Sequential(linear)(value)
+    linear(input=value)
+    calls.stop()
+    linear(value)
+    assert seen[0] is value and seen[1] is value and seen[2:] == [None]
+    monitoring: Any = sys.monitoring
+    assert monitoring.get_tool(3) is None and monitoring.get_tool(4) is None
+    monitoring.use_tool_id(3, "other")
+    monitoring.use_tool_id(4, "other")
+    try:
+        assert not calls.start(seen.append)
+    finally:
+        monitoring.free_tool_id(3)
+        monitoring.free_tool_id(4)
+
+
+def test_marks_leave_a_gap() -> None:
+    marks = gauge.Marks(high=100, low=70, capacity=120, always=False)
+    assert marks.quiet < marks.awake < marks.high
