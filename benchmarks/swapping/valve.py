@@ -85,6 +85,7 @@ def run_idle(session: Session) -> dict[str, Any]:
         "systems": rows,
         "a_a": a_a_spread(rows, "plain"),
         "ratio": rows["valve 0.99"]["step_s"] / rows["plain"]["step_s"],
+        "dozes": valves[0].dozes,  # it needs Python 3.12, and a GPU
         **_did(valves[0].statistics),
     }
 

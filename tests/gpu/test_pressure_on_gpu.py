@@ -11,6 +11,8 @@ from torch import nn
 
 import memfit
 from memfit.measure.memory import memory_cap
+from memfit.runtime.pressure.innards import hooks_in_force
+from memfit.runtime.pressure.module_calls import can_see_calls
 
 WIDTH, LAYERS = 1024, 16
 ROWS = 32768  # an activation of 128 MiB
@@ -97,6 +99,30 @@ def test_a_loop_that_went_out_of_memory_finishes_and_swaps_stop_afterwards(
             for _ in range(5):
                 step(model, rows=ROWS // 8)
             assert valve.statistics.swaps == swaps
+
+
+def test_a_large_batch_after_small_ones_wakes_a_valve_that_dozes(device: torch.device) -> None:
+    model = build(device)
+    expected = step(model)
+    gc.collect()
+    cap = torch.cuda.memory_allocated(device) + 16 * ACTIVATION
+    with memory_cap(device, cap):
+        with memfit.pressure(0.8) as valve:
+            for _ in range(3):
+                step(model, rows=ROWS // 8)
+            assert valve.dozes == can_see_calls()
+            assert hooks_in_force() is None or not valve.dozes
+            for _ in range(2):
+                actual = step(model)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+                assert not valve.dozes
+            swaps = valve.statistics.swaps
+            assert swaps == valve.statistics.retrievals > 0
+            for _ in range(3):
+                step(model, rows=ROWS // 8)
+            assert valve.dozes == can_see_calls()
+            assert valve.statistics.swaps == swaps
+        assert hooks_in_force() is None
 
 
 def test_an_exception_leaves_no_memory_behind(device: torch.device) -> None:

@@ -164,9 +164,9 @@ def test_a_quiet_step_leaves_the_next_ones_without_hooks(
         step(model)
         of_a_step = len(packed)
         assert of_a_step >= 10, "the first step is looked at closely"
-        assert not idle._attention.dozes
+        assert not idle.dozes
         step(model)
-        assert idle._attention.dozes
+        assert idle.dozes
         assert len(packed) == of_a_step + 1, "the first tensor of the second one tells"
         looks = allocator.looks
         for _ in range(20):
@@ -201,7 +201,7 @@ def test_bytes_that_go_into_modules_are_worth_a_look(
 def test_the_first_step_is_safe(allocator: Allocator, moved: list[float]) -> None:
     with valve(units=8) as busy:
         step(Model(allocator))
-        assert not busy._attention.dozes
+        assert not busy.dozes
     assert moved[:3] == [1, 2, 3]
     assert busy.statistics.swaps == busy.statistics.retrievals > 0
 
@@ -213,18 +213,18 @@ def test_pressure_that_begins_in_the_middle_of_a_forward_is_met(
     with valve() as busy:
         step(model)
         step(model)
-        assert busy._attention.dozes and not moved
+        assert busy.dozes and not moved
         step(model, rows=6)  # 60 units where there are 40
         assert moved[:4] == [1, 2, 3, 4], "the longest idle first, from before it woke"
         assert busy.statistics.swaps == busy.statistics.retrievals > 0
         assert busy.statistics.highest_bytes < 40 * UNIT
         swaps = busy.statistics.swaps
         step(model, rows=6)
-        assert not busy._attention.dozes and busy.statistics.swaps > swaps
+        assert not busy.dozes and busy.statistics.swaps > swaps
         swaps = busy.statistics.swaps
         for _ in range(3):
             step(model)
-        assert busy._attention.dozes and busy.statistics.swaps == swaps
+        assert busy.dozes and busy.statistics.swaps == swaps
         step(model, rows=6)
         assert busy.statistics.swaps > swaps, "again"
 
@@ -254,7 +254,7 @@ def test_entered_around_each_step(allocator: Allocator, packed: list[torch.Size]
         with idle:
             step(model)
         assert hooks_in_force() is None
-    assert not packed and idle._attention.dozes
+    assert not packed and idle.dozes
     with idle:
         step(model, rows=6)
     assert idle.statistics.swaps > 0
@@ -273,7 +273,7 @@ def test_one_changed_in_place_before_it_woke_is_an_error_as_without_the_valve(
         hidden.add_(1)
         allocator.others = 39 * UNIT
         nn.Identity()(loss)
-        assert not busy._attention.dozes
+        assert not busy.dozes
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
@@ -288,7 +288,7 @@ def test_one_changed_in_place_after_it_was_taken_in_is_an_error_too(allocator: A
         loss = hidden.square().sum()
         allocator.others = 25 * UNIT
         nn.Identity()(loss)
-        assert not busy._attention.dozes
+        assert not busy.dozes
         hidden.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -303,10 +303,10 @@ def test_it_does_not_wake_inside_the_hooks_of_others(allocator: Allocator) -> No
         allocator.others = 25 * UNIT
         with other:
             step(model)
-            assert busy._attention.dozes
+            assert busy.dozes
         assert hooks_in_force() is None
         step(model)
-        assert not busy._attention.dozes
+        assert not busy.dozes
 
 
 def test_what_others_hooked_is_not_read_when_it_wakes(allocator: Allocator) -> None:
@@ -322,7 +322,7 @@ def test_what_others_hooked_is_not_read_when_it_wakes(allocator: Allocator) -> N
         loss = checkpoint(counted, torch.ones((), requires_grad=True), use_reentrant=False)
         allocator.others = 25 * UNIT
         loss = model.layers[1](loss, 1)
-        assert not busy._attention.dozes
+        assert not busy.dozes
         assert len(runs) == 1
         loss.backward()
         assert len(runs) == 2
@@ -359,7 +359,20 @@ def test_calls_in_another_thread_do_not_wake_it(allocator: Allocator) -> None:
         thread = threading.Thread(target=lambda: step(model))
         thread.start()
         thread.join()
-        assert idle._attention.dozes
+        assert idle.dozes
+
+
+def test_calls_in_a_forked_process_do_not_ask_the_device(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(allocator)
+    with valve() as idle:
+        step(model)
+        step(model)
+        looks = allocator.looks
+        monkeypatch.setattr(attention.os, "getpid", lambda: -1)
+        step(model)
+        assert idle.dozes and allocator.looks == looks
 
 
 def test_the_numbers_stay(
@@ -378,7 +391,7 @@ def test_the_numbers_stay(
         expected = run_numbers(plain, 2)
         with valve(0.5, units=100) as busy:
             run_numbers(swapped, 2)
-            assert busy._attention.dozes
+            assert busy.dozes
             *_, late = (m for m in swapped.model.modules() if list(m.parameters()))
             late.register_forward_pre_hook(wake)
             actual = run_numbers(swapped, 2)
@@ -395,7 +408,7 @@ def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
         with valve(threshold) as awake:
             for _ in range(3):
                 step(model)
-            assert not awake._attention.dozes
+            assert not awake.dozes
 
 
 @pytest.mark.skipif(can_see_calls(), reason="this Python can tell of calls")
@@ -405,7 +418,7 @@ def test_python_3_11_stays_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     with valve() as awake:
         for _ in range(3):
             step(Model(made))
-        assert not awake._attention.dozes
+        assert not awake.dozes
 
 
 @pytest.mark.skipif(not can_see_calls(), reason="sys.monitoring came with Python 3.12")

@@ -3,19 +3,21 @@
 Hooks that do nothing cost the host a microsecond and more for each saved tensor. So a valve that
 saw memory far from short in a whole step takes its hooks away. Then it looks at the memory in use
 when modules are called: after so many bytes went into them that there could be too little room,
-and every two milliseconds. When it finds too much in use it sets its hooks again, in the
-middle of the forward, and takes in what the graph of this forward saved until then.
+and every two milliseconds. When it finds too much in use it sets its hooks again, in the middle of
+the forward, and takes in what the graph of this forward saved until then, the longest idle first.
 
 Limits. A valve that dozes does not see what is allocated between calls of modules or in a
 backward: between the memory at which it wakes and the threshold there must be room for that. What
 was saved before it woke can move only if the input of the module that is called depends on it.
-It wakes outside of the hooks of others (activation checkpointing, torch.func), as they come first
-anyway. It never dozes in Python 3.11, which cannot tell of calls at a price worth it, on the CPU,
-where saved tensors are counted one by one, or before a tensor was saved that is large enough.
+It wakes outside of the hooks of others (activation checkpointing, torch.func), which come first
+anyway. Memory that other processes take is seen a second later. It never dozes in Python 3.11,
+which cannot tell of calls at a price worth it, on the CPU, where saved tensors are counted one by
+one, or before a tensor was saved that is large enough.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -39,7 +41,7 @@ class Attention:
         self._calls = ModuleCalls()
         self._hooks: saved_tensors_hooks | None = None
         self._beneath: object = None  # the hooks that were in force before
-        self._thread = 0
+        self._process = self._thread = 0
         self._dozes = False
         self._look_at = self._ask_again_at = 0.0
         self._bytes_left = 0
@@ -50,8 +52,8 @@ class Attention:
         return self._dozes
 
     def begin(self) -> None:
-        """Look as closely as in the end."""
-        self._thread = threading.get_ident()
+        """Look as closely as when it ended."""
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self._beneath = hooks_in_force()
         self._saved_tensors.when_asked = self._consider
         if not (self._dozes and self._watch()):
@@ -100,6 +102,8 @@ class Attention:
         if not self._in_forward():
             return
         if self._hooks is None:
+            if hooks_in_force() != self._beneath or not hooks_are_allowed():
+                return  # with the next call
             if time.monotonic() > self._ask_again_at:
                 self._read_capacity()
             room = self._saved_tensors.room()
@@ -107,12 +111,15 @@ class Attention:
                 self._look_at = time.monotonic() + _LOOK_S
                 self._bytes_left = room // _SHARE
                 return
-            if hooks_in_force() != self._beneath or not hooks_are_allowed():
-                return  # with the next call
             self._wake()
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             self._calls.stop()
             self._saved_tensors.adopt(value.grad_fn)
 
     def _in_forward(self) -> bool:
-        return threading.get_ident() == self._thread and not is_in_backward()
+        """Whether this is the loop's thread: neither a backward nor a process forked from it.
+
+        Modules are called in the workers of a data loader, too.
+        """
+        here = threading.get_ident() == self._thread and os.getpid() == self._process
+        return here and not is_in_backward()

@@ -53,7 +53,7 @@ def saved_for(root: Node) -> Iterator[tuple[torch.Tensor, Any]]:
         for raw_name, name in _names(type(node)):
             try:
                 pieces = _listed(getattr(node, raw_name))
-                if not all(_is_plain(piece) for piece in pieces):
+                if any(_has_hooks(piece) for piece in pieces):
                     continue  # to read it would call the hooks of another
                 tensors = _listed(getattr(node, name))
             except RuntimeError:
@@ -89,9 +89,9 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) else [value]
 
 
-def _is_plain(piece: Any) -> bool:
-    """Whether a saved tensor is there as it was; versions of torch that cannot tell say no."""
-    return isinstance(getattr(piece, "data", None), torch.Tensor)
+def _has_hooks(piece: Any) -> bool:
+    """Whether a saved tensor has hooks; a version of torch that cannot tell says yes."""
+    return getattr(piece, "unpack_hook", piece) is not None
 
 
 def _owners(tensor: torch.Tensor) -> int:

@@ -16,6 +16,8 @@ The backward brings a storage back when it asks for it, and with it the ones it 
 for: always one, and more while less than the low mark is in use. Meanwhile only storages that were
 saved before it leave.
 
+While memory is far from short nothing is told of what is saved: attention.py says when.
+
 Limits. Between two looks, each after 0.5 % of the capacity was saved, the valve sees nothing: a
 single operator that needs more than what lies above the ceiling runs out of memory all the same,
 and so does a loop whose parameters, gradients and optimizer state alone are too large. Memory in
@@ -209,6 +211,7 @@ class SavedTensors:
 
     def adopt(self, root: Node) -> None:
         """Take in what the graph behind a node saved without hooks."""
+        self._asked = False  # this is no new forward
         for tensor, piece in saved_for(root):
             size = tensor.untyped_storage().nbytes() if may_move(tensor) else 0
             if tensor.device == self._device and size >= self._settings.min_tensor_bytes:

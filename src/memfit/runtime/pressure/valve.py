@@ -35,6 +35,11 @@ class Valve:
         return self._saved_tensors.statistics()
 
     @property
+    def dozes(self) -> bool:
+        """Whether memory is so far from short that saved tensors are not looked at."""
+        return self._attention.dozes
+
+    @property
     def copies_in_flight(self) -> int:
         """Copies to the host and back that are under way now; the device is not waited for."""
         return self._saved_tensors.in_flight()
@@ -99,6 +104,9 @@ def pressure(
 
     The capacity is what this process may take of the GPU, the device that of the first large
     tensor saved there. On the CPU, where saved tensors are all that is counted, it must be given.
+
+    From Python 3.12 on a valve that saw a step use far less than the threshold costs next to
+    nothing: until more is in use it looks only when modules are called (`dozes`).
 
     Host memory is pinned when it is first needed and given back on leaving: where memory is short
     in every step, enter once around the loop.
