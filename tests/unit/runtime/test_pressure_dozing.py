@@ -173,6 +173,7 @@ def test_a_quiet_step_leaves_the_next_ones_without_hooks(
             step(model)
     assert len(packed) == of_a_step + 1
     assert allocator.looks == looks, "next to nothing went into modules"
+    assert len(idle._saved_tensors._here) <= 1, "closing has nothing to go through"
     assert idle.statistics.swaps == 0
     assert idle.statistics.highest_bytes >= 9 * UNIT
 
@@ -326,6 +327,46 @@ def test_what_others_hooked_is_not_read_when_it_wakes(allocator: Allocator) -> N
         assert len(runs) == 1
         loss.backward()
         assert len(runs) == 2
+
+
+class Several(torch.autograd.Function):
+    """Saves an input, nothing, and a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, None, torch.full_like(x, 2.0))
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        first, nothing, second = ctx.saved_tensors
+        assert nothing is None
+        return gradients[0] * first + second
+
+
+def test_all_kinds_of_nodes_have_their_tensors_taken_in(
+    allocator: Allocator, moved: list[float]
+) -> None:
+    model = Model(allocator)
+    weight = torch.ones(ROW, requires_grad=True)
+
+    def loss() -> torch.Tensor:
+        hidden = Several.apply(weight * 5)
+        hidden = torch.stack([hidden.relu(), hidden.square()]).mean(0)
+        return nn.Identity()(hidden.sum())
+
+    loss().backward()
+    expected, weight.grad = weight.grad, None
+    with valve() as busy:
+        step(model)
+        step(model)
+        allocator.others = 39 * UNIT
+        result = loss()
+        assert not busy.dozes
+        assert moved[:3] == [5.0, 2.0, 15.0], "input, own tensor, and what relu and square saved"
+        result.backward()
+    torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
+    assert busy.statistics.swaps == busy.statistics.retrievals > 2
 
 
 class Broken(nn.Module):

@@ -1,7 +1,7 @@
 """Calls of modules, seen from outside: nothing is hung on a model, and torch's hooks stay empty.
 
 Hooks on all modules (torch.nn.modules.module.register_module_forward_pre_hook) would take 2 us a
-call, show in copies of a model and be warned of by torch.compile. sys.monitoring takes 0.1 us.
+call, and torch.compile warns of them. sys.monitoring takes 0.1 us, and 0.5 us with the argument.
 """
 
 from __future__ import annotations

@@ -198,6 +198,7 @@ class SavedTensors:
             if self._device is None or self.counts or self._marks.always:
                 return False
             self._settle()
+            self._tidy()
             self._look()
             highest, self._highest_lately = self._highest_lately, 0
             moves = self._leaving or self._away or self._ahead
@@ -259,9 +260,13 @@ class SavedTensors:
             packed = Kept(tensor) if has_lazy_bits(tensor) else View(saved, tensor)
         self._here[key] = ref(saved)
         if len(self._here) > self._tidy_at:
-            self._here = {k: r for k, r in self._here.items() if r() is not None}
-            self._tidy_at = max(_TIDY_AT, 2 * len(self._here))
+            self._tidy()
         return packed
+
+    def _tidy(self) -> None:
+        """Forget storages that died."""
+        self._here = {k: r for k, r in self._here.items() if r() is not None}
+        self._tidy_at = max(_TIDY_AT, 2 * len(self._here))
 
     def _came(self, size: int) -> None:
         self._gauge.added(size)
