@@ -185,11 +185,14 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
         lines += ["", f"The plain step repeats itself: {repeats}.", ""]
     if "idle" in good:
         row = good["idle"]
-        lines += [
+        told = (
             f"Threshold 0.99: {row['swaps']} swaps, time / plain {row['ratio']:.3f} "
-            f"(A/A {row['a_a']:.3f}).",
-            "",
-        ]
+            f"(A/A {row['a_a']:.3f})."
+        )
+        if dozing := row.get("dozing"):
+            without = "without hooks" if dozing["dozes"] else "allowed to doze, it did not"
+            told += f" The same {without}: {dozing['ratio']:.3f}."
+        lines += [told, ""]
     for key, row in good.items():
         if key.startswith("cap"):
             told = "; ".join(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import say
@@ -25,6 +28,7 @@ from memfit.measure.step import (
 )
 from memfit.measure.timing import time_interleaved
 from memfit.runtime.apply import Applied
+from memfit.runtime.pressure.attention import ASKED
 from memfit.runtime.pressure.valve import Valve
 from memfit.verify.numerics import Numbers, compare, deterministic
 from memfit.workload import Workload
@@ -69,24 +73,26 @@ def run_with_plan(session: Session) -> dict[str, Any]:
 
 
 def run_idle(session: Session) -> dict[str, Any]:
-    """With memory to spare: no swaps, and what being there costs."""
+    """With memory to spare: no swaps, and what being there costs, with hooks and without."""
     workload = session.workload(NAME)
-    valves: list[Any] = []
-
-    def around() -> AbstractContextManager[Any]:
-        if not valves:  # one valve, entered around each step
-            capacity = None if session.cuda else 2**40
-            valves.append(memfit.pressure(0.99, capacity=capacity, device=session.device))
-        return valves[0]
-
-    systems = {"plain": System(), "valve 0.99": System(around)}
-    rows = measure_systems(workload, systems, 2 * session.steps)
+    capacity = None if session.cuda else 2**40
+    valves: dict[str, Any] = {}
+    for name, asked in (("valve 0.99", "0"), ("valve 0.99, may doze", "1")):
+        with patch.dict(os.environ, {ASKED: asked}):
+            valves[name] = memfit.pressure(0.99, capacity=capacity, device=session.device)
+    # One valve each, entered around every step.
+    around = {name: System(partial(valves.get, name)) for name in valves}
+    rows = measure_systems(workload, {"plain": System(), **around}, 2 * session.steps)
+    plain_s = rows["plain"]["step_s"]
     return {
         "systems": rows,
         "a_a": a_a_spread(rows, "plain"),
-        "ratio": rows["valve 0.99"]["step_s"] / rows["plain"]["step_s"],
-        "dozes": valves[0].dozes,  # it needs Python 3.12, and a GPU
-        **_did(valves[0].statistics),
+        "ratio": rows["valve 0.99"]["step_s"] / plain_s,
+        "dozing": {
+            "ratio": rows["valve 0.99, may doze"]["step_s"] / plain_s,
+            "dozes": valves["valve 0.99, may doze"].dozes,  # it needs Python 3.12, and a GPU
+        },
+        **_did(valves["valve 0.99"].statistics),
     }
 
 

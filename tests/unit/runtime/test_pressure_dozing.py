@@ -107,6 +107,7 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     elif not can_see_calls():
         pytest.skip("sys.monitoring came with Python 3.12")
     made = Allocator()
+    monkeypatch.setenv(attention.ASKED, "1")
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     monkeypatch.setattr(attention, "_LOOK_S", 0.0)  # with every call
     return made
@@ -452,8 +453,12 @@ def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
             assert not awake.dozes
 
 
-@pytest.mark.skipif(can_see_calls(), reason="this Python can tell of calls")
-def test_python_3_11_stays_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_some_stay_awake(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Those that nobody asked to doze, and those in a Python that cannot tell of calls."""
+    if asked and can_see_calls():
+        pytest.skip("this Python can tell of calls")
+    monkeypatch.setenv(attention.ASKED, "1" if asked else "")
     made = Allocator()
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     with valve() as awake:

@@ -6,13 +6,14 @@ when modules are called: after so many bytes went into them that there could be 
 and every two milliseconds. When it finds too much in use it sets its hooks again, in the middle of
 the forward, and takes in what the graph of this forward saved until then, the longest idle first.
 
-Limits. A valve that dozes does not see what is allocated between calls of modules or in a
-backward: between the memory at which it wakes and the threshold there must be room for that. What
-was saved before it woke can move only if the input of the module that is called depends on it.
-It wakes outside of the hooks of others (activation checkpointing, torch.func), which come first
-anyway. Memory that other processes take is seen a second later. It never dozes in Python 3.11,
-which cannot tell of calls at a price worth it, on the CPU, where saved tensors are counted one by
-one, or before a tensor was saved that is large enough.
+Limits. It dozes only where MEMFIT_VALVE_DOZES=1 asks for it, until it was tried on a GPU. A valve
+that dozes does not see what is allocated between calls of modules or in a backward: between the
+memory at which it wakes and the threshold there must be room for that. What was saved before it
+woke can move only if the input of the module that is called depends on it. It wakes outside of the
+hooks of others (activation checkpointing, torch.func), which come first anyway. Memory that other
+processes take is seen a second later. It never dozes in Python 3.11, which cannot tell of calls at
+a price worth it, on the CPU, where saved tensors are counted one by one, or before a tensor was
+saved that is large enough.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, i
 from memfit.runtime.pressure.module_calls import ModuleCalls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
 
+ASKED = "MEMFIT_VALVE_DOZES"  # an environment variable: a valve keeps its hooks unless it is 1
 _LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA
 _SHARE = 16  # a module may allocate so many times what goes into it
 _CAPACITY_S = 1.0  # asking the driver takes too long for every step
@@ -43,6 +45,7 @@ class Attention:
         self._beneath: object = None  # the hooks that were in force before
         self._process = self._thread = 0
         self._dozes = False
+        self._may_doze = os.environ.get(ASKED, "").strip() == "1"
         self._look_at = self._ask_again_at = 0.0
         self._bytes_left = 0
 
@@ -89,7 +92,7 @@ class Attention:
 
     def _watch(self) -> bool:
         self._look_at = 0.0
-        return self._calls.start(self._called)
+        return self._may_doze and self._calls.start(self._called)
 
     def _called(self, value: object) -> None:
         """A module is called with a value."""
