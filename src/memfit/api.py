@@ -21,6 +21,7 @@ from memfit.measure.kept_copies import reused
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.refusal import refused_after
 from memfit.planning.techniques import (
     MICROBATCH,
     OPTIMIZER,
@@ -404,7 +405,10 @@ def _hold(
     notes: list[str] = []
     for number in range(1, MAX_ROUNDS + 1):
         say(f"planning (round {number})")
-        made = given if given is not None else make_plan(measured, goal)
+        try:
+            made = given if given is not None else make_plan(measured, goal)
+        except InfeasibleError as refusal:
+            raise refused_after(refusal, notes) from refusal
         for _ in range(MAX_LESSONS if given is None else 0):
             say(f"running what was chosen (round {number})")
             learned = learn_variants(workload, measured, made, setup)

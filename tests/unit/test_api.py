@@ -425,6 +425,21 @@ def test_a_budget_that_never_holds_is_refused_after_three_rounds(
     assert not any("forward" in m.__dict__ for m in workload.model.modules())
 
 
+def test_a_refusal_after_a_plan_that_ran_says_what_that_took(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the smallest budget that it names contradicts the one that was named before."""
+
+    def far_over(*args: Any, **options: Any) -> BudgetCheck:
+        return BudgetCheck(Peak(10**9, 10**9), 10**8)
+
+    monkeypatch.setattr(api, "check_budget", far_over)
+    workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
+    with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*round 1: .* too much") as refused:
+        memfit.fit_workload(workload, "90%", steps=1)
+    assert refused.value.minimum_bytes is not None and refused.value.minimum_bytes > 10**8
+
+
 def test_a_model_of_single_layers_can_be_fitted_when_it_fits() -> None:
     """Nothing can be recomputed, which is no reason to fail."""
     torch.manual_seed(0)
