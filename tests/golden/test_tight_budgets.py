@@ -28,7 +28,7 @@ from memfit.planning.strategies import choose_interval
 PROFILE = Path(__file__).parent / "gpt2_large_set_up.profile.json.gz"
 MIB = 2**20
 LIMIT_S = 10.0
-MAX_PLACEMENTS = 120  # 15 to 60 are needed
+MAX_PLACEMENTS = 120  # 13 to 104 are needed
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def placements(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Act]]:
 
 @pytest.mark.parametrize(
     ("mib", "slowdown"),
-    [(22888, 1.002), (19073, 1.015), (15259, 1.065), (11921, 1.18), (11400, 1.32), (11000, 1.55)],
+    [(22888, 1.002), (19073, 1.015), (15259, 1.065), (11921, 1.18), (11400, 1.29), (11000, 1.55)],
 )
 def test_what_the_allocator_holds_stays_under_a_tight_budget(
     profile: Profile, placements: list[Sequence[Act]], mib: int, slowdown: float

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import replace
 
 from memfit.planning import optimal
-from memfit.planning.acts import Pick
-from memfit.planning.placed import holds, seconds, tightened
+from memfit.planning.acts import Act, Pick
+from memfit.planning.placed import fastest_holding, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
 
@@ -64,8 +64,8 @@ def with_measured_variants(simulator: Simulator, request: Request, choice: Choic
     found = ask(request)
     if not found:
         return None
-    again = tightened(simulator, ask, request, found)
-    return again if holds(simulator, again, request.budget) else None
+    known = tightened(simulator, ask, request, found)
+    return fastest_holding(simulator, known, request.budget)
 
 
 def _made_again(
@@ -73,12 +73,17 @@ def _made_again(
 ) -> Choice | None:
     """The choice with these variants alone; None when nothing is found."""
     assert request.budget is not None
+    calls = simulator.graph.calls
+
+    def may(act: Act) -> bool:
+        return not isinstance(act, Pick) or (calls[act.call].graph, act.variant) in only
+
     found = optimal.fastest(
         simulator,
         request.budget,
         time_limit_s=min(request.time_limit_s, TIME_LIMIT_S),
         host_bytes=request.host_bytes,
-        only=only,
+        may=may,
     )
     return None if found is None else replace(choice, acts=found.acts)
 

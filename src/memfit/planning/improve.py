@@ -40,11 +40,13 @@ def improved(
     best_s = simulator.step_seconds(best)
     least_s = WORTH * simulator.profile.step_s
     deadline = time.process_time() + time_limit_s  # other processes may be busy
-    at_most_s = {act: _seconds(simulator, act) for act in candidates}
+    at_most_s = costs(simulator, candidates)
     waiting = list(rooms)
     while waiting:
         room, refused = waiting.pop(0), 0
-        for change in _promising(simulator, best, at_most_s):
+        for change in changes(simulator, best, at_most_s):
+            if change.won_s <= 0:
+                break
             if time.process_time() > deadline:
                 return best
             changed = change.of(best)
@@ -62,8 +64,8 @@ def improved(
     return best
 
 
-class _Change(NamedTuple):
-    """`new` takes the place of `old` acts; `won_s` is what that wins at most."""
+class Change(NamedTuple):
+    """`new` takes the place of `old` acts: that wins `won_s` at most, or costs them if below 0."""
 
     won_s: float
     new: Act | None
@@ -82,16 +84,21 @@ class _Change(NamedTuple):
         return tuple(sorted([*left, *added], key=lambda act: calls_of(act)[0]))
 
 
-def _promising(simulator: Simulator, acts: Acts, at_most_s: Mapping[Act, float]) -> list[_Change]:
-    """Changes that may make the step faster, those that promise most first."""
+def costs(simulator: Simulator, acts: Sequence[Act]) -> dict[Act, float]:
+    """The seconds that each of the acts adds at most."""
+    return {act: _seconds(simulator, act) for act in acts}
+
+
+def changes(simulator: Simulator, acts: Acts, at_most_s: Mapping[Act, float]) -> list[Change]:
+    """All single changes by acts that cost so much at most, those that promise most first."""
     tight = [without_points(act) for act in acts]
     spent = {act: _seconds(simulator, act) for act in tight}
     of_call = {call: act for act in tight for call in calls_of(act)}
-    found = [_Change(spent[act], None, frozenset([act])) for act in tight]
+    found = [Change(spent[act], None, frozenset([act])) for act in tight]
     for act, act_s in at_most_s.items():
         old = frozenset(of_call[call] for call in calls_of(act) if call in of_call)
-        change = _Change(sum(spent[o] for o in old) - act_s, act, old)
-        found += [change] if change.won_s > 0 and act not in spent else []
+        change = Change(sum(spent[o] for o in old) - act_s, act, old)
+        found += [] if act in spent else [change]
     return sorted(found, key=lambda change: -change.won_s)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,14 +12,15 @@ from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
 from memfit.planning.acts import Act
-from memfit.planning.few_variants import of_most_used, with_few_variants, with_measured_variants
-from memfit.planning.placed import filled_up, held_bytes, holds, seconds, tightened
+from memfit.planning.few_variants import with_few_variants, with_measured_variants
+from memfit.planning.placed import filled_up, held_bytes, holds, seconds
 from memfit.planning.refusal import nothing_fits, strategy_fails
 from memfit.planning.request import Choice, Request
 from memfit.planning.rivals import fastest_of_rivals, made_faster, translated
 from memfit.planning.simulate import Simulator, simulator_of
 from memfit.planning.strategies import STRATEGIES, choose_all, choose_interval, choose_swap
 from memfit.planning.techniques import ACTIVATIONS, MICROBATCH
+from memfit.planning.well_placed import well_placed
 from memfit.planning.write_plan import read_acts, write_segments
 from memfit.units import format_bytes
 
@@ -27,7 +28,6 @@ from memfit.units import format_bytes
 ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
 QUICK_ROOMS = (1.02, 1.05, 1.07, 1.14)  # as well, where each takes next to no time
 MINIMUM_S = 2.0  # to look for the smallest budget
-NEAR = 0.003  # of the bound: nearer than this no other way to a plan is tried
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
 
@@ -199,7 +199,7 @@ def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
     # else holds.
     for trim in (False, True):
-        found = _placed(simulator, request, replace(first, trim=trim), goal.strategy)
+        found = well_placed(simulator, request, replace(first, trim=trim), goal.strategy)
         if found is not None:
             return _compilable(simulator, request, found, goal.strategy)
     return first
@@ -211,38 +211,6 @@ def _request(simulator: Simulator, goal: Goal, target: int | None, limit_s: floa
     if simulator.profile.allocator is not None:  # there is more to do than to solve once
         time_limit_s /= 2
     return Request(target, limit_s, goal.interval, time_limit_s, goal.host_bytes)
-
-
-def _placed(simulator: Simulator, request: Request, choice: Choice, strategy: str) -> Choice | None:
-    """The fastest found that holds where the allocator places it, from both ends."""
-    assert request.budget is not None
-
-    def alike(request: Request, found: Choice) -> list[Choice]:
-        """The choice and, where it takes next to no time, the same with fewer variants."""
-        quick = strategy == "optimal" and optimal.is_quick(simulator)
-        return [found, *(of_most_used(simulator, request, found) if quick else ())]
-
-    def ask(request: Request) -> list[Choice]:
-        found = STRATEGIES[strategy](simulator, request)
-        return [] if found is None else alike(request, found)
-
-    found = [tightened(simulator, ask, request, alike(request, choice))]
-    near_s = (1 + NEAR) * (simulator.profile.step_s + choice.lower_bound_s)
-    near = holds(simulator, found[0], request.budget) and seconds(simulator, found[0]) <= near_s
-    if strategy == "optimal" and simulator.recompute and not near:
-        leans = (replace(choice, acts=acts) for acts in _lean_ends(simulator, request))
-        fitting = [lean for lean in leans if holds(simulator, lean, request.budget)]
-        found += [filled_up(simulator, lean, request.budget) for lean in fitting]
-    holding = [option for option in found if holds(simulator, option, request.budget)]
-    return min(holding, key=lambda option: seconds(simulator, option), default=None)
-
-
-def _lean_ends(simulator: Simulator, request: Request) -> Iterator[tuple[Act, ...]]:
-    """Acts that take little memory and, where these are quick to find, the least."""
-    yield choose_interval(simulator, request).acts
-    if optimal.is_quick(simulator):
-        lowest = optimal.smallest(simulator, host_bytes=request.host_bytes)
-        yield from [] if lowest is None else [lowest.acts]
 
 
 def _compilable(simulator: Simulator, request: Request, choice: Choice, strategy: str) -> Choice:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -37,6 +37,13 @@ LESS_TRUST = 0.75  # of the lanes' bytes per second
 MAX_CUTS = 20
 EXACT_ACTS = 150  # so many acts the solver settles in next to no time
 
+May = Callable[[Act], bool]  # whether a plan may contain an act
+
+
+def any_act(act: Act) -> bool:
+    """Every act may be chosen."""
+    return True
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -58,38 +65,41 @@ def fastest(
     *,
     time_limit_s: float = 10.0,
     host_bytes: int | None = None,
-    only: Collection[tuple[int, int]] | None = None,
+    may: May = any_act,
 ) -> Solution | None:
     """The fewest seconds that keep the step within `budget`; None when nothing does.
 
-    At most `host_bytes` may wait on the host. `only` these variants, as (joint graph, number in
-    its menu), may be picked; what is proven then is for them. Bytes of the program flow, real
-    copies go piece by piece: where these make the step wait, it is solved again with less trust in
-    the lanes.
+    At most `host_bytes` may wait on the host. What is proven holds for the acts that `may` be
+    chosen. Bytes of the program flow, real copies go piece by piece: where these make the step
+    wait, it is solved again with less trust in the lanes.
     """
     program = _program(simulator)
     deadline = time.monotonic() + time_limit_s
     short_s = SHORT_WAIT * simulator.profile.step_s
-    first = program.solve(budget, time_limit_s, host_bytes, only=only)
+    first = program.solve(budget, time_limit_s, host_bytes, may=may)
     if first is None or simulator.traffic(first.acts).stall_s <= short_s:
         return first
     left_s = deadline - time.monotonic()
     if left_s <= 0.5:
         return first
-    again = program.solve(budget, left_s, host_bytes, LESS_TRUST, only)
+    again = program.solve(budget, left_s, host_bytes, LESS_TRUST, may)
     found = [first] if again is None else [first, again]
     best = min(found, key=lambda solution: simulator.step_seconds(solution.acts))
     return replace(best, lower_bound_s=first.lower_bound_s, stopped=first.stopped)
 
 
 def smallest(
-    simulator: Simulator, *, time_limit_s: float = 5.0, host_bytes: int | None = None
+    simulator: Simulator,
+    *,
+    time_limit_s: float = 5.0,
+    host_bytes: int | None = None,
+    may: May = any_act,
 ) -> Solution | None:
     """The plan with the lowest peak; among those, one that recomputes and moves little.
 
     None when the time was not enough to find any.
     """
-    return _program(simulator).solve(None, time_limit_s, host_bytes)
+    return _program(simulator).solve(None, time_limit_s, host_bytes, may=may)
 
 
 def is_quick(simulator: Simulator) -> bool:
@@ -143,7 +153,7 @@ class _Program:
         self._cuts: list[frozenset[Act]] = []  # choices that break the budget by next to nothing
         self._host_bytes: int | None = None
         self._lane_share = 1.0
-        self._only: Collection[tuple[int, int]] | None = None  # variants that may be picked
+        self._may: May = any_act
         self._chain: Chain | None = None
         self._chained = 0  # rows that the chain has
         self._seed_rows()
@@ -160,10 +170,10 @@ class _Program:
         time_limit_s: float,
         host_bytes: int | None = None,
         lane_share: float = 1.0,
-        only: Collection[tuple[int, int]] | None = None,
+        may: May = any_act,
     ) -> Solution | None:
         """Solve, simulate, add the rows that were broken, until none is."""
-        self._host_bytes, self._lane_share, self._only = host_bytes, lane_share, only
+        self._host_bytes, self._lane_share, self._may = host_bytes, lane_share, may
         deadline = time.monotonic() + time_limit_s
         best: tuple[Act, ...] | None = None
         bound_s = 0.0
@@ -312,11 +322,6 @@ class _Program:
         copy = self.simulator.copy
         drag = copy.drag if copy is not None and copy.overlap else 0.0
         return chosen, max(0.0, bound_s / (1 + drag))
-
-    def _may(self, act: Act) -> bool:
-        if self._only is None or not isinstance(act, Pick):
-            return True
-        return (self.simulator.graph.calls[act.call].graph, act.variant) in self._only
 
     def _constraints(self, columns: int) -> tuple[csr_array, np.ndarray]:
         """Memory rows below the peak column; held blocks; every call in at most one act."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -37,8 +37,10 @@ def seconds(simulator: Simulator, choice: Choice) -> float:
 
 def tightened(
     simulator: Simulator, ask: Asked, request: Request, choices: Sequence[Choice]
-) -> Choice:
+) -> list[Choice]:
     """Ask for less until the allocator, too, stays under the budget, then for as much as it can.
+
+    All choices that were found, whether they hold or not.
 
     `choices` are those for the budget itself. How well a choice is placed goes up and down: between
     the budget and what holds, the search comes down from above by small steps. What was proven for
@@ -71,8 +73,15 @@ def tightened(
     asked = top - max(missed, 0) // 2
     while more is not None and asked > holding and (above := over(asked)) is not None and above > 0:
         asked -= max(above // 2, step // 2)
-    fitting = [found for found in known if holds(simulator, found, target)]
-    return min(fitting, key=lambda found: seconds(simulator, found), default=first)
+    return known
+
+
+def fastest_holding(
+    simulator: Simulator, choices: Iterable[Choice], target: int | None
+) -> Choice | None:
+    """The fastest of the choices that hold; None when none does."""
+    holding = [choice for choice in choices if holds(simulator, choice, target)]
+    return min(holding, key=lambda choice: seconds(simulator, choice), default=None)
 
 
 def filled_up(simulator: Simulator, lean: Choice, target: int) -> Choice:
