@@ -37,9 +37,9 @@ def profiles() -> dict[str, Profile]:
         ("encoder_h200", 9200, 1.13),
         ("encoder_h200", 8838, 1.185),  # 1.64 where runs are always chosen: pages are given back
         ("encoder_h200", 8800, 1.20),
-        ("vit_b_16_h200", 4058, 1.015),
-        ("vit_b_16_h200", 3000, 1.022),
-        ("vit_b_16_h200", 2406, 1.06),  # 1.27 where less is asked for until it holds
+        ("vit_b_16_h200", 4058, 1.05),
+        ("vit_b_16_h200", 3000, 1.076),
+        ("vit_b_16_h200", 2406, 1.15),  # 1.27 where less is asked for until it holds
         ("vit_b_16_h200", 2300, 1.25),
     ],
 )

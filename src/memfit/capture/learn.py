@@ -2,7 +2,8 @@
 
 Operators fuse, reuse memory and overlap, so what was reckoned from single operators is corrected:
 memory by recording each chosen variant in a step, seconds by timing the planned step against the
-unplanned one. Limits: one factor corrects the seconds of all variants of all graphs.
+unplanned one. Limits: one factor corrects the seconds of all variants that ran together, and of
+graphs none of which did.
 """
 
 from __future__ import annotations

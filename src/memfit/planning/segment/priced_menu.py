@@ -1,10 +1,17 @@
-"""The menu of a joint graph: each variant with the seconds it adds, measured where they were."""
+"""The menu of a joint graph: each variant with the seconds it adds, measured where they were.
+
+What fused code adds is not one factor times what was reckoned: to make elementwise results again
+may cost nothing, while products of matrices take what they took alone. So a variant that did not
+run is taken to lie between those that ran, and beyond them each reckoned second counts as one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+
+import numpy as np
 
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.profile import CopyRates, Measurements
@@ -34,7 +41,7 @@ def priced_menu(
     unplanned = measured.get(first) or variant_of(graph, first)
     base_s = _unplanned_seconds(graph)
     # A measured variant says what it adds; to compete with reckoned ones it is put on their scale.
-    rivals = [replace(v, seconds=v.seconds / known.factor + base_s) for v in known.variants]
+    rivals = [replace(v, seconds=_reckoned(graph, v) + base_s) for v in known.variants]
     offered = menu_of(
         graph,
         min_tensor_bytes=min_tensor_bytes,
@@ -73,8 +80,28 @@ def _priced(
         if variant.saved == saved:
             return variant, variant.seconds
     variant = variant_of(graph, saved)
-    added_s = (variant.seconds - _unplanned_seconds(graph)) * known.factor
-    return variant, 0.0 if set(saved) == set(graph.unplanned) else max(added_s, 0.0)
+    if set(saved) == set(graph.unplanned):
+        return variant, 0.0
+    return variant, _likely_seconds(graph, known, _reckoned(graph, variant))
+
+
+def _reckoned(graph: JointGraph, variant: Variant) -> float:
+    """What a variant recomputes more than the unplanned one, operator by operator."""
+    again_s = sum(graph.again_seconds[n] for n in variant.recomputed)
+    return max(again_s - _unplanned_seconds(graph), 0.0)
+
+
+def _likely_seconds(graph: JointGraph, known: Measurements, reckoned_s: float) -> float:
+    """What so many reckoned seconds are likely to take, by what the variants that ran showed.
+
+    Where none did, by the factor that those of other graphs showed.
+    """
+    ran = sorted((_reckoned(graph, v), v.seconds) for v in known.variants if v.measured)
+    if not ran:
+        return known.factor * reckoned_s
+    at, seconds = zip((0.0, 0.0), *ran, strict=True)
+    rising = np.maximum.accumulate(seconds)  # to recompute more does not take less
+    return float(np.interp(reckoned_s, at, rising)) + max(reckoned_s - at[-1], 0.0)
 
 
 def _unplanned_seconds(graph: JointGraph) -> float:
