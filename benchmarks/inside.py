@@ -36,14 +36,14 @@ PEERS = (
     "blocks:0.05",
 )
 # Seconds on an H200 of the profile, of one fit and of all systems with their first steps; those of
-# resnets and llama-1b are guesses.
+# resnet152 and llama-1b are guesses.
 WORKLOADS = {
-    "resnet152@64": (120, 60, 180),
-    "resnet50@64": (90, 45, 120),
+    "resnet152@64": (40, 30, 90),
+    "resnet50@64": (30, 25, 60),
     "llama-1b@2x2048 bf16": (45, 30, 120),
     "gpt2-large@8x1024 bf16": (35, 28, 120),
-    "vit_b_16@64": (30, 25, 100),
-    "encoder@256x128": (26, 15, 80),
+    "vit_b_16@64": (21, 15, 65),
+    "encoder@256x128": (25, 18, 55),
 }
 MATCH = 1.6  # times as long for the systems
 OTHERS = 0.3  # of these seconds by executors that compile nothing

@@ -16,9 +16,9 @@ from comparing.kept import Kept, file_beside, read_kept, write_kept
 from memfit.bench.systems.catalogue import prepare
 from memfit.bench.systems.planned import warm_up
 from memfit.bench.systems.prepared import Setting, Unavailable
-from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError
 from memfit.fitted import Fitted
+from memfit.holding import learn_from
 from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
@@ -27,7 +27,7 @@ from memfit.runtime.setup import Setup
 from memfit.whole_step import setup_of, tile_for
 from memfit.workload import Workload
 
-LESSONS = 2  # plans that are run to learn about their variants
+LESSONS = 3  # plans that are run to learn about their variants
 ALIKE = 0.01  # peaks that one plan answers, at the lowest of them
 UNPLANNED = "memfit unplanned"
 SMALLEST = "smallest"
@@ -230,7 +230,7 @@ class Comparison:
             try:
                 plan = make_plan(live, goal)
                 for _ in range(LESSONS):
-                    learned = learn_variants(self.workload, live, plan)
+                    learned = learn_from(self.workload, live, plan, goal)
                     if learned is None:
                         break
                     live, plan = learned, make_plan(learned, goal, known=plan)
@@ -275,6 +275,7 @@ def _fit_row(fitted: Fitted) -> dict[str, Any]:
         "numerics": vars(result.numerics),
         "gap": result.predicted.gap,
         "plan_s": result.plan_s,
+        "proof_s": result.proof_s,
         "trim": plan.trim,
         "decisions": "".join(s.decision[0] for s in plan.segments),
         "variants": len(plan.variants),

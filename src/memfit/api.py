@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from memfit.capture.learn import learn_variants
 from memfit.capture.profile import profile_workload
-from memfit.errors import InfeasibleError, UsageError
+from memfit.errors import UsageError
 from memfit.fitted import Fitted
+from memfit.holding import Held, hold_budget
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
@@ -21,7 +22,6 @@ from memfit.measure.kept_copies import reused
 from memfit.measure.memory import Peak
 from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.refusal import refused_after
 from memfit.planning.techniques import (
     MICROBATCH,
     OPTIMIZER,
@@ -36,8 +36,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
-from memfit.units import format_bytes, parse_bytes
-from memfit.verify.budget import BudgetCheck, check_budget
+from memfit.units import parse_bytes
 from memfit.verify.numerics import (
     APPROXIMATE_TOLERANCE,
     check_numerics,
@@ -49,9 +48,7 @@ from memfit.whole_step import Measure, beside, whole_step
 from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
-MAX_ROUNDS = 3
 EXECUTORS = ("graph", "inductor", "module")
-MAX_LESSONS = 3  # plans that are run to learn about their variants, in each round
 
 
 def profile(
@@ -255,13 +252,15 @@ def fit_workload(
     base = measured
     whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
     setup, part = whole.setup, part_of(workload, whole.split)
-    measured, made, check, rounds, notes = _hold(part, whole.profile, goal, plan, setup, say)
+    held = hold_budget(part, whole.profile, goal, plan, setup, say)
+    measured, made = held.profile, held.plan
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
     unplanned = None
     if not made.unplanned_is_plain:
         unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
+    ready = time.perf_counter()
     numerics = check_numerics(part, planned, unplanned)
     if set(OPTIMIZER) & set(made.setup):
         numerics = _with_parameters(part, planned, numerics)
@@ -285,7 +284,8 @@ def fit_workload(
         accumulate=accumulate,
         baseline=base.baseline is not None,
     )
-    result = _result(base, made, check, numerics, speed, rounds, notes)
+    result = _result(base, made, held, numerics, speed)
+    result = replace(result, proof_s=time.perf_counter() - ready)
     if planned.swap is not None:
         result = replace(result, swap=planned.swap.statistics())
 
@@ -390,70 +390,14 @@ def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -
     )
 
 
-def _hold(
-    workload: Workload,
-    measured: Profile,
-    goal: Goal,
-    given: Plan | None,
-    setup: Setup | None,
-    say: Progress,
-) -> tuple[Profile, Plan, BudgetCheck, int, list[str]]:
-    """Plan and run until the budget holds: each round leaves free what the last one missed.
-
-    The profile grows by what the chosen variants showed when they ran.
-    """
-    notes: list[str] = []
-    for number in range(1, MAX_ROUNDS + 1):
-        say(f"planning (round {number})")
-        try:
-            made = given if given is not None else make_plan(measured, goal)
-        except InfeasibleError as refusal:
-            raise refused_after(refusal, notes) from refusal
-        for _ in range(MAX_LESSONS if given is None else 0):
-            say(f"running what was chosen (round {number})")
-            learned = learn_variants(workload, measured, made, setup)
-            if learned is None:
-                break
-            measured = learned
-            made = make_plan(measured, goal, known=made)
-        say(f"running under the budget (round {number})")
-        check = check_budget(
-            workload,
-            Applied(made, workload.model, setup),
-            made.budget_bytes,
-            accumulate=measured.accumulate,
-        )
-        if check.holds:
-            return measured, made, check, number, notes
-        assert made.budget_bytes is not None
-        ran = "out of memory" if check.peak is None else format_bytes(check.peak.reserved_bytes)
-        notes.append(
-            f"round {number}: {ran} under the budget of {format_bytes(made.budget_bytes)}, "
-            f"{format_bytes(check.over_bytes)} too much"
-        )
-        if given is not None:
-            break
-        # So much less than this plan was to take: else the plan might stay as it is.
-        spare = max(made.budget_bytes - made.predicted.reserved_bytes, goal.margin_bytes)
-        goal = replace(goal, margin_bytes=spare + check.over_bytes)
-    raise InfeasibleError(
-        f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
-        budget_bytes=made.budget_bytes,
-        minimum_bytes=made.minimum_feasible_bytes,
-        hint="give a budget a few percent larger",
-    )
-
-
 def _result(
     measured: Profile,
     made: Plan,
-    check: BudgetCheck,
+    held: Held,
     numerics: Any,
     speed: Speed,
-    rounds: int,
-    notes: list[str],
 ) -> Result:
-    peak: Peak | None = check.peak
+    peak: Peak | None = held.check.peak
     assert peak is not None
     baseline = measured.baseline
     peak_bytes = baseline_peak_bytes(measured)
@@ -497,6 +441,6 @@ def _result(
         plan_s=made.plan_s,
         verdict="fits",
         minimum_feasible_bytes=made.minimum_feasible_bytes,
-        rounds=rounds,
-        notes=(*made.notes, *notes),
+        rounds=held.rounds,
+        notes=(*made.notes, *held.notes),
     )

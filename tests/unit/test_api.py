@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit import api
+from memfit import api, holding
 from memfit.errors import InfeasibleError, MemfitError, PlanFileError, UsageError
 from memfit.fitted import Fitted
 from memfit.measure.memory import Peak
@@ -391,7 +391,7 @@ def test_named_segments_are_used(zoo: SimpleNamespace, fit: Fit) -> None:
 def test_over_the_budget_means_planning_again_with_a_margin(
     zoo: SimpleNamespace, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, peaks = api.check_budget, []
+    real, peaks = holding.check_budget, []
 
     def stricter(workload: Workload, planned: Any, budget: int, **options: Any) -> BudgetCheck:
         check = real(workload, planned, budget, **options)
@@ -400,7 +400,7 @@ def test_over_the_budget_means_planning_again_with_a_margin(
         over = budget - check.peak.bytes + 2000
         return BudgetCheck(check.peak, over) if len(peaks) == 1 else check
 
-    monkeypatch.setattr(api, "check_budget", stricter)
+    monkeypatch.setattr(holding, "check_budget", stricter)
     workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
     result = fit(workload).result
     assert (len(peaks), result.rounds) == (2, 2)
@@ -417,7 +417,7 @@ def test_a_budget_that_never_holds_is_refused_after_three_rounds(
         rounds[0] += 1
         return BudgetCheck(Peak(10**9, 10**9), 10)
 
-    monkeypatch.setattr(api, "check_budget", never)
+    monkeypatch.setattr(holding, "check_budget", never)
     workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
     with pytest.raises(InfeasibleError, match="does not hold the budget on this machine"):
         memfit.fit_workload(workload, "90%", steps=1)
@@ -433,7 +433,7 @@ def test_a_refusal_after_a_plan_that_ran_says_what_that_took(
     def far_over(*args: Any, **options: Any) -> BudgetCheck:
         return BudgetCheck(Peak(10**9, 10**9), 10**8)
 
-    monkeypatch.setattr(api, "check_budget", far_over)
+    monkeypatch.setattr(holding, "check_budget", far_over)
     workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
     with pytest.raises(InfeasibleError, match=r"(?s)no plan fits.*round 1: .* too much") as refused:
         memfit.fit_workload(workload, "90%", steps=1)

@@ -84,6 +84,8 @@ class Planned:
     numbers_note: str | None
     fit_s: float  # without a profile that another cell had made
     profile_of: str | None = None  # the system whose cell had made it
+    profile_s: float = 0.0  # of the fit's seconds, those of its own profile
+    proof_s: float = 0.0  # and those of comparing numbers and timing steps
     notes: tuple[str, ...] = ()  # of the fit
 
     @property

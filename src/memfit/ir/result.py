@@ -97,6 +97,7 @@ class Result:
     references: dict[str, Any] | None = None
     swap: SwapStatistics | None = None  # of the timed steps, when the plan moves something
     rounds: int = 1
+    proof_s: float = 0.0  # of comparing numbers and timing steps, when the plan was ready
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

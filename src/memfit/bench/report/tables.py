@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memfit.bench.verdict import judge, summary_line, verdict_lines
-from memfit.ir.bench import UNAVAILABLE, BenchReport, Cell, WorkloadSpec
+from memfit.ir.bench import UNAVAILABLE, BenchReport, Cell, Planned, WorkloadSpec
 from memfit.units import format_bytes, format_seconds
 
 MIB = 2**20
@@ -330,9 +330,20 @@ def remark(cell: Cell) -> str:
             words.append(f"first steps {format_seconds(cell.first_steps_s)}{_compiled(cell)}")
     if cell.planned is not None:
         by = cell.planned.profile_of
-        words.append(f"fit {format_seconds(cell.planned.fit_s)}{_compiled(cell)}")
+        words.append(
+            f"fit {format_seconds(cell.planned.fit_s)}{_compiled(cell)}{_parts(cell.planned)}"
+        )
         words += [f"planned from the profile of {by}"] if by is not None else []
     return "; ".join([*words, *cell.notes])
+
+
+def _parts(planned: Planned) -> str:
+    """What a fit's seconds went into, where that was taken down."""
+    if not planned.proof_s:
+        return ""
+    rest = planned.fit_s - planned.profile_s - planned.proof_s
+    parts = {"profile": planned.profile_s, "plan and compile": rest, "proof": planned.proof_s}
+    return ": " + ", ".join(f"{name} {format_seconds(s)}" for name, s in parts.items())
 
 
 def _compiled(cell: Cell) -> str:

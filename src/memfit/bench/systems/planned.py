@@ -36,6 +36,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     begun = time.perf_counter()
     with reused():
         found = setting.profile(executor)
+        profile_s = time.perf_counter() - begun
         handed = found.by != setting.shared.system
         if handed:
             warm_up(setting.workload, found.profile)
@@ -55,7 +56,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
         partial(total_static, setting.workload),
         apart=fitted.plan.trim,
         facts={
-            "planned": planned_facts(fitted, fit_s, found.by if handed else None),
+            "planned": planned_facts(fitted, fit_s, profile_s, found.by if handed else None),
             "breakdown": dict(fitted.plan.predicted.categories),
         },
     )
@@ -87,7 +88,9 @@ def warm_up(workload: Workload, profile: Profile, setup: Setup | None = None) ->
             drop_gradients(workload)
 
 
-def planned_facts(fitted: Fitted, fit_s: float, profile_of: str | None) -> Planned:
+def planned_facts(
+    fitted: Fitted, fit_s: float, profile_s: float, profile_of: str | None
+) -> Planned:
     """Promise and measurement, from the fit's own result."""
     result, plan = fitted.result, fitted.plan
     return Planned(
@@ -111,6 +114,8 @@ def planned_facts(fitted: Fitted, fit_s: float, profile_of: str | None) -> Plann
         bitwise=result.numerics.bitwise_vs_unplanned,
         numbers_note=result.numerics.note,
         fit_s=fit_s,
+        profile_s=profile_s,
+        proof_s=fitted.result.proof_s,
         profile_of=profile_of,
         notes=tuple(result.notes),
     )

@@ -217,3 +217,22 @@ def test_copies_in_flight_are_counted_without_waiting(device: Device) -> None:
     assert lanes.in_flight() == 2
     lanes.synchronize()
     assert lanes.in_flight() == 0
+
+
+def test_a_copy_may_end_while_events_are_asked_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own is taken back then: there is nothing left to wait for."""
+    lanes = CudaLanes(torch.device("cuda"))
+    out = lanes.copy_out(_memory(device, 1000), _slot(device, 1000))
+    assert not lanes.done(out)
+    asked = lanes._event
+
+    def later() -> Any:
+        device.now = 100
+        return asked()
+
+    monkeypatch.setattr(lanes, "_event", later)
+    lanes.wait(out)
+    assert lanes.done(out) and lanes.in_flight() == 0
+    assert lanes.traffic()[0].stalls == 0

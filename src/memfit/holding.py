@@ -1,0 +1,99 @@
+"""Plan and run until the budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from memfit.capture.learn import learn_variants
+from memfit.errors import InfeasibleError
+from memfit.ir.plan import Plan
+from memfit.ir.profile import Profile
+from memfit.planning.lesson import untried
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.refusal import refused_after
+from memfit.runtime.apply import Applied
+from memfit.runtime.setup import Setup
+from memfit.units import format_bytes
+from memfit.verify.budget import BudgetCheck, check_budget
+from memfit.workload import Workload
+
+MAX_ROUNDS = 3
+MAX_LESSONS = 3  # plans that are run to learn about their variants, in each round
+
+
+@dataclass(frozen=True)
+class Held:
+    """A plan that held its budget, and the profile with all that its rounds showed."""
+
+    profile: Profile
+    plan: Plan
+    check: BudgetCheck
+    rounds: int
+    notes: tuple[str, ...]
+
+
+def hold_budget(
+    workload: Workload,
+    profile: Profile,
+    goal: Goal,
+    given: Plan | None,
+    setup: Setup | None,
+    say: Callable[[str], None],
+) -> Held:
+    """Plan, or take the `given` plan, and run it: each round leaves free what the last one missed.
+
+    The profile grows by what the chosen variants showed when they ran.
+    """
+    notes: list[str] = []
+    for number in range(1, MAX_ROUNDS + 1):
+        say(f"planning (round {number})")
+        try:
+            made = given if given is not None else make_plan(profile, goal)
+        except InfeasibleError as refusal:
+            raise refused_after(refusal, notes) from refusal
+        for _ in range(MAX_LESSONS if given is None else 0):
+            say(f"running what was chosen (round {number})")
+            learned = learn_from(workload, profile, made, goal, setup)
+            if learned is None:
+                break
+            profile = learned
+            made = make_plan(profile, goal, known=made)
+        say(f"running under the budget (round {number})")
+        check = check_budget(
+            workload,
+            Applied(made, workload.model, setup),
+            made.budget_bytes,
+            accumulate=profile.accumulate,
+        )
+        if check.holds:
+            return Held(profile, made, check, number, tuple(notes))
+        assert made.budget_bytes is not None
+        ran = "out of memory" if check.peak is None else format_bytes(check.peak.reserved_bytes)
+        notes.append(
+            f"round {number}: {ran} under the budget of {format_bytes(made.budget_bytes)}, "
+            f"{format_bytes(check.over_bytes)} too much"
+        )
+        if given is not None:
+            break
+        # So much less than this plan was to take: else the plan might stay as it is.
+        spare = max(made.budget_bytes - made.predicted.reserved_bytes, goal.margin_bytes)
+        goal = replace(goal, margin_bytes=spare + check.over_bytes)
+    raise InfeasibleError(
+        f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
+        budget_bytes=made.budget_bytes,
+        minimum_bytes=made.minimum_feasible_bytes,
+        hint="give a budget a few percent larger",
+    )
+
+
+def learn_from(
+    workload: Workload, profile: Profile, plan: Plan, goal: Goal, setup: Setup | None = None
+) -> Profile | None:
+    """The profile with what the plan's variants show or, when these are known, others that may
+    serve better; None when there is nothing left to learn."""
+    learned = learn_variants(workload, profile, plan, setup)
+    if learned is not None:
+        return learned
+    lesson = untried(profile, plan, goal)
+    return None if lesson is None else learn_variants(workload, profile, lesson, setup)
