@@ -71,6 +71,7 @@ def _pick(sim: Simulator, act: Pick, call: Call, variant: Variant) -> Effect:
         away = _away(sim, act, variant.moved_bytes, tensors, moved, releases)
         standing.append((call.exit, away.leaves, variant.moved_bytes))
         standing.append((away.returns, call.need + 1, variant.moved_bytes))
+    standing += _gradients(sim, call)
     none = np.array([], dtype=np.int64)
     return Effect(
         need=call.need,
@@ -87,6 +88,15 @@ def _pick(sim: Simulator, act: Pick, call: Call, variant: Variant) -> Effect:
         ),
         absent=own_blocks(sim, call),
     )
+
+
+def _gradients(sim: Simulator, call: Call) -> list[tuple[int, int, int]]:
+    """The gradients that a call's backward returned in the memory of what it was given: by another
+    variant they are there all the same, from its end until they were let go."""
+    mine = (sim.hold_call == call.index) & (sim.hold_release > call.finish)
+    blocks, releases = sim.hold_block[mine], sim.hold_release[mine]
+    sizes = sim.bytes[blocks]
+    return [(call.finish, int(r), int(n)) for r, n in zip(releases, sizes, strict=True)]
 
 
 def _backward_peak(sim: Simulator, act: Pick, call: Call, variant: Variant) -> int:

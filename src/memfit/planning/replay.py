@@ -61,6 +61,9 @@ def _standing(sim: Simulator, names: Names, act: Act, effect: Effect) -> Iterato
         rest = Named("generator states", "")
         if isinstance(act, Pick):
             call, variant = sim.graph.calls[act.call], sim.variant(act)
+            if start == call.finish:
+                yield _live(Named("gradient", call.name), "activations", size, start, until)
+                continue
             kept = set(variant.saved) - set(variant.moved)
             parts = names.own(call, variant.moved if number else kept, BACK if number == 2 else "")
             rest = Named("smaller pieces", call.name)
