@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit.capture.profile import profile_workload
-from memfit.errors import UsageError
+from memfit.errors import InfeasibleError, UsageError
 from memfit.fitted import Fitted
 from memfit.holding import Held, hold_budget
 from memfit.ir.plan import Plan
@@ -44,7 +44,7 @@ from memfit.verify.numerics import (
     check_split,
 )
 from memfit.verify.speed import Speed, compare_speed
-from memfit.whole_step import Measure, beside, whole_step
+from memfit.whole_step import Measure, Whole, beside, whole_step
 from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
@@ -232,7 +232,7 @@ def fit_workload(
     if steps < 1:
         raise UsageError(f"steps is {steps}", hint="it counts timed steps: 1 or more")
     refuse_planned(workload.model)
-    measured = profiled or profile(
+    base = profiled or profile(
         workload,
         segments=segments,
         executor=executor,
@@ -240,19 +240,38 @@ def fit_workload(
         accumulate=accumulate,
         progress=progress,
     )
-    if measured.workload != describe(workload) or measured.accumulate != accumulate:
+    if base.workload != describe(workload) or base.accumulate != accumulate:
         raise UsageError(
-            f"the profile is of {measured.workload['model']} on {measured.workload['batch']}, "
-            f"accumulate={measured.accumulate}: not of this workload",
+            f"the profile is of {base.workload['model']} on {base.workload['batch']}, "
+            f"accumulate={base.accumulate}: not of this workload",
             hint="profile this workload, or leave `profiled` out",
         )
-    if plan is None:
-        resolved = None if budget is None else resolve_budget(budget, measured)
-        goal = replace(goal, budget_bytes=resolved)
-    base = measured
-    whole = whole_step(workload, base, goal, plan, _measuring(workload, base, segments, progress))
+
+    def held_from(base: Profile) -> tuple[Whole, Held]:
+        asked = goal
+        if plan is None and budget is not None:
+            asked = replace(goal, budget_bytes=resolve_budget(budget, base))
+        measure = _measuring(workload, base, segments, progress)
+        whole = whole_step(workload, base, asked, plan, measure)
+        part = part_of(workload, whole.split)
+        return whole, hold_budget(part, whole.profile, asked, plan, whole.setup, say)
+
+    try:
+        whole, held = held_from(base)
+    except InfeasibleError:
+        # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
+        if executor not in (None, "auto") or profiled is not None or base.executor != "module":
+            raise
+        say("not by its layers: trying compiled segments")
+        base = profile(
+            workload,
+            segments=segments,
+            executor="inductor",
+            accumulate=accumulate,
+            progress=progress,
+        )
+        whole, held = held_from(base)
     setup, part = whole.setup, part_of(workload, whole.split)
-    held = hold_budget(part, whole.profile, goal, plan, setup, say)
     measured, made = held.profile, held.plan
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)

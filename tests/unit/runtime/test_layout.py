@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import api
 from memfit.capture import profile as profiling
 from memfit.capture import usual
 from memfit.capture.learn import learn_variants
+from memfit.errors import InfeasibleError
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.segment.passes import variant_of
 from memfit.runtime.apply import Applied
@@ -195,3 +197,26 @@ def test_a_plain_step_without_room_is_not_launch_bound(monkeypatch: pytest.Monke
 def test_a_layout_can_be_asked_for() -> None:
     assert memfit.profile(_workload(Net()), executor="module", channels_last=True).channels_last
     assert not memfit.profile(_workload(Net()), executor="module").channels_last
+
+
+def test_what_layers_cannot_hold_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "is_launch_bound", lambda workload: True)
+    monkeypatch.setattr(api, "resolve_executor", lambda name, device: name)
+    real, tried = api.hold_budget, []
+
+    def picky(workload: Any, profile: Any, *rest: Any) -> Any:
+        tried.append(profile.executor)
+        if profile.executor == "module":
+            raise InfeasibleError("not by layers")
+        return real(workload, profile, *rest)
+
+    monkeypatch.setattr(api, "hold_budget", picky)
+    workload = _workload(Net())
+    fitted = memfit.fit_workload(workload, "80%", steps=1, allow="recompute")
+    fitted.undo()
+    assert tried == ["module", "inductor"]
+    assert fitted.plan.executor == "inductor" and fitted.plan.channels_last
+    tried.clear()
+    with pytest.raises(InfeasibleError):
+        memfit.fit_workload(workload, "80%", steps=1, allow="recompute", executor="module")
+    assert tried == ["module"]
