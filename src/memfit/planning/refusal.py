@@ -89,6 +89,10 @@ def nothing_fits(
 ) -> InfeasibleError:
     """A budget below what the leanest plan needs, by the `allowed` techniques."""
     more = ",".join(f"+{name}" for name in remedies(simulator, leanest, allowed))
+    profile = simulator.profile
+    finer = ""
+    if profile.executor == "module":  # whole segments: inside of them there is more to decide
+        finer = f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}, "
     parts = incompressible_bytes(simulator, leanest)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
     return InfeasibleError(
@@ -103,6 +107,7 @@ def nothing_fits(
         incompressible_bytes=parts,
         hint=f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
+        + finer
         + "a smaller batch, or bf16",
     )
 

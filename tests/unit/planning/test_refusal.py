@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import memfit
@@ -37,3 +39,11 @@ def test_where_the_optimizer_stands_in_the_way_its_state_and_gradients_can_go() 
     profile = _profile(rows=1, vocab=2000)
     assert "--allow +step_in_backward,+optimizer_offload, " in _hint(profile)
     assert "--allow" not in _hint(profile, "step_in_backward", "optimizer_offload")
+
+
+def test_whole_segments_could_be_planned_inside() -> None:
+    profile = _profile(rows=2, vocab=100)
+    assert "--executor graph, " in _hint(profile)
+    on_cuda = replace(profile, device=replace(profile.device, type="cuda"))
+    assert "--executor inductor, " in _hint(on_cuda)
+    assert "--executor" not in _hint(replace(profile, executor="graph"))
