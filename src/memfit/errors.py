@@ -55,6 +55,16 @@ class InfeasibleError(MemfitError):
         self.minimum_bytes = minimum_bytes
         self.incompressible_bytes = incompressible_bytes
 
+    def saying(self, more: str) -> InfeasibleError:
+        """The same with more words."""
+        return InfeasibleError(
+            f"{self.message}{more}",
+            budget_bytes=self.budget_bytes,
+            minimum_bytes=self.minimum_bytes,
+            incompressible_bytes=self.incompressible_bytes,
+            hint=self.hint,
+        )
+
 
 class ModelError(MemfitError):
     """The model cannot be run or trained as given."""

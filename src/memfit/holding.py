@@ -11,7 +11,6 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.lesson import untried
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.refusal import refused_after
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.units import format_bytes
@@ -47,18 +46,17 @@ def hold_budget(
     """
     notes: list[str] = []
     for number in range(1, MAX_ROUNDS + 1):
-        say(f"planning (round {number})")
         try:
-            made = given if given is not None else make_plan(profile, goal)
+            if given is None:
+                profile, made = _planned(workload, profile, goal, setup, say, number)
+            else:
+                made = given
         except InfeasibleError as refusal:
-            raise refused_after(refusal, notes) from refusal
-        for _ in range(MAX_LESSONS if given is None else 0):
-            say(f"running what was chosen (round {number})")
-            learned = learn_from(workload, profile, made, goal, setup)
-            if learned is None:
-                break
-            profile = learned
-            made = make_plan(profile, goal, known=made)
+            if not notes:
+                raise
+            # The minimum it names has what the last plan missed in it.
+            more = f". What ran before did not hold: {'; '.join(notes)}"
+            raise refusal.saying(more) from refusal
         say(f"running under the budget (round {number})")
         check = check_budget(
             workload,
@@ -85,6 +83,27 @@ def hold_budget(
         minimum_bytes=made.minimum_feasible_bytes,
         hint="give a budget a few percent larger",
     )
+
+
+def _planned(
+    workload: Workload,
+    profile: Profile,
+    goal: Goal,
+    setup: Setup | None,
+    say: Callable[[str], None],
+    number: int,
+) -> tuple[Profile, Plan]:
+    """A plan made with what its variants showed when they ran, and the profile that has this."""
+    say(f"planning (round {number})")
+    made = make_plan(profile, goal)
+    for _ in range(MAX_LESSONS):
+        say(f"running what was chosen (round {number})")
+        learned = learn_from(workload, profile, made, goal, setup)
+        if learned is None:
+            break
+        profile = learned
+        made = make_plan(profile, goal, known=made)
+    return profile, made
 
 
 def learn_from(

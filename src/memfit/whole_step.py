@@ -140,13 +140,7 @@ def _split(
 
 def _refuse(refusal: InfeasibleError, tried: Sequence[TechniqueChoice]) -> None:
     said = [f"{choice.name}: {'taken: ' if choice.taken else ''}{choice.why}" for choice in tried]
-    raise InfeasibleError(
-        f"{refusal.message} Tried beside recompute: {'; '.join(said)}.",
-        budget_bytes=refusal.budget_bytes,
-        minimum_bytes=refusal.minimum_bytes,
-        incompressible_bytes=refusal.incompressible_bytes,
-        hint=refusal.hint,
-    ) from refusal
+    raise refusal.saying(f" Tried beside recompute: {'; '.join(said)}.") from refusal
 
 
 def beside(base: Profile, plan: Plan, choices: tuple[TechniqueChoice, ...]) -> Plan:

@@ -57,12 +57,12 @@ def profile_workload(
     switched = switch_notes(workload.model)
     with untouched(workload), setup or nullcontext():
         say("finding segments")
-        # Operator by operator a loss takes what it takes in the plain step: nothing to plan there.
         if turned is None:
             turned = executor in (None, "inductor") and prefers_channels_last(workload)
         executor = executor or usual_executor(workload, convolutions=turned)
         turn = partial(channels_last, workload.model, turned)
         with turn():
+            # By single operators a loss takes what it takes in the plain step: nothing to plan.
             found, inplace = find_segments(workload, segments, loss=executor == "inductor")
         with inplace_off(workload.model, inplace), turn():
             say("capturing segments")

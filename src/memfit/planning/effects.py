@@ -93,6 +93,8 @@ def _pick(sim: Simulator, act: Pick, call: Call, variant: Variant) -> Effect:
 def _gradients(sim: Simulator, call: Call) -> list[tuple[int, int, int]]:
     """The gradients that a call's backward returned in the memory of what it was given: by another
     variant they are there all the same, from its end until they were let go."""
+    if call.finish < 0:  # nobody saw its backward end
+        return []
     mine = (sim.hold_call == call.index) & (sim.hold_release > call.finish)
     blocks, releases = sim.hold_block[mine], sim.hold_release[mine]
     sizes = sim.bytes[blocks]

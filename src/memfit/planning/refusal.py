@@ -110,16 +110,3 @@ def nothing_fits(
         + finer
         + "a smaller batch, or bf16",
     )
-
-
-def refused_after(refusal: InfeasibleError, notes: Sequence[str]) -> InfeasibleError:
-    """The refusal; where plans ran before it, with what these took: more is needed for that."""
-    if not notes:
-        return refusal
-    return InfeasibleError(
-        f"{refusal.message}. What ran before did not hold: {'; '.join(notes)}",
-        budget_bytes=refusal.budget_bytes,
-        minimum_bytes=refusal.minimum_bytes,
-        incompressible_bytes=refusal.incompressible_bytes,
-        hint=refusal.hint,
-    )

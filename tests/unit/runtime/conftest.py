@@ -19,7 +19,10 @@ from memfit.capture.segments import Segment
 from memfit.measure.step import untouched
 from memfit.runtime.calls import routed
 from memfit.runtime.inplace import inplace_off
+from memfit.runtime.pressure import host_store
 from memfit.runtime.recompute import Recompute
+from memfit.runtime.swap.arena import Slot
+from memfit.runtime.swap.lanes import Copy, HostLanes
 from memfit.workload import Workload
 
 Run = tuple[int, int]
@@ -144,3 +147,17 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The first values of what valves copied to the host, in this order."""
+    values: list[float] = []
+
+    class Lanes(HostLanes):
+        def copy_out(self, source: torch.Tensor, slot: Slot) -> Copy:
+            values.append(source.view(torch.float32)[0].item())
+            return super().copy_out(source, slot)
+
+    monkeypatch.setattr(host_store, "lanes_for", Lanes)
+    return values

@@ -25,7 +25,7 @@ from memfit.runtime.pressure.saved import Saved
 from memfit.runtime.pressure.valve import Valve
 from memfit.runtime.swap import mover
 from memfit.runtime.swap.arena import Slot
-from memfit.runtime.swap.lanes import BACK, OUT, Copy, HostLanes
+from memfit.runtime.swap.lanes import BACK, OUT, Copy
 
 FLOATS = 1000
 UNIT = 4 * FLOATS  # bytes of the tensors that `Chain` saves
@@ -140,20 +140,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[LateLanes]:
 
     monkeypatch.setattr(host_store, "lanes_for", lanes_for)
     return made
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The first values of what was copied to the host, in this order."""
-    values: list[float] = []
-
-    class Lanes(HostLanes):
-        def copy_out(self, source: torch.Tensor, slot: Slot) -> Copy:
-            values.append(source.view(torch.float32)[0].item())
-            return super().copy_out(source, slot)
-
-    monkeypatch.setattr(host_store, "lanes_for", Lanes)
-    return values
 
 
 @pytest.fixture(autouse=True)

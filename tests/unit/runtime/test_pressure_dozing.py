@@ -16,13 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.runtime.pressure import attention, gauge, host_store, saved_tensors
+from memfit.runtime.pressure import attention, gauge, saved_tensors
 from memfit.runtime.pressure.innards import hooks_in_force
 from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
 from memfit.runtime.pressure.saved import Saved
 from memfit.runtime.pressure.valve import Valve
-from memfit.runtime.swap.arena import Slot
-from memfit.runtime.swap.lanes import Copy, HostLanes
 
 ROW = 1000  # floats
 UNIT = 4 * ROW
@@ -111,20 +109,6 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     monkeypatch.setattr(attention, "_LOOK_S", 0.0)  # with every call
     return made
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The first values of what was copied to the host, in this order."""
-    values: list[float] = []
-
-    class Lanes(HostLanes):
-        def copy_out(self, source: torch.Tensor, slot: Slot) -> Copy:
-            values.append(source.view(torch.float32)[0].item())
-            return super().copy_out(source, slot)
-
-    monkeypatch.setattr(host_store, "lanes_for", Lanes)
-    return values
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Attention:
         """Look as closely as when it ended."""
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._beneath = hooks_in_force()
-        self._saved_tensors.when_asked = self._consider
+        self._saved_tensors.when_asked = self._consider if self._may_doze else None
         if not (self._dozes and self._watch()):
             self._wake()
 
@@ -92,7 +92,7 @@ class Attention:
 
     def _watch(self) -> bool:
         self._look_at = 0.0
-        return self._may_doze and self._calls.start(self._called)
+        return self._calls.start(self._called)
 
     def _called(self, value: object) -> None:
         """A module is called with a value."""
