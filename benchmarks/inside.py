@@ -71,6 +71,9 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--peers", nargs="*", default=list(PEERS), metavar="SYSTEM")
     parser.add_argument("--fits-only", action="store_true", help="budgets, without the systems")
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="memfit's steps are launched as CUDA graphs"
+    )
     parser.add_argument("--match", action="store_true", help="plans at each peer's peak, too")
     arguments = parser.parse_args(words)
     for system in arguments.peers:

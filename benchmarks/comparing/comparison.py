@@ -61,7 +61,12 @@ class Comparison:
         if self.kept.plain is None:
             begun = time.perf_counter()
             executor = self.arguments.executor
-            made = memfit.profile(self.workload, executor=executor, progress=say)
+            made = memfit.profile(
+                self.workload,
+                executor=executor,
+                cuda_graphs=self.arguments.cuda_graphs,
+                progress=say,
+            )
             self.rows["profile_s"] = time.perf_counter() - begun
             self._keep(plain=made)
             self._warm.add("plain")

@@ -59,14 +59,21 @@ def profile(
     channels_last: bool | None = None,
     accumulate: int = 1,
     setup: Setup | None = None,
+    cuda_graphs: bool | None = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one step of the workload: memory, seconds, segments. Leaves it as it was.
 
     A `setup` (techniques of the loss and the optimizer) is at work meanwhile. With
     `channels_last` the model is given its images in that layout; None: where compiled code works
-    in it.
+    in it. With `cuda_graphs` the step is launched as such where it can be; None: where the device
+    waits for the host.
     """
+    if cuda_graphs and workload.device.type != "cuda":
+        raise UsageError(
+            f"cuda_graphs is asked for, and there are none on a {workload.device.type}",
+            hint="leave it out, or move the workload to a CUDA device",
+        )
     chosen = resolve_executor(executor, workload.device)
     note = prefer_expandable_segments(workload.device)
     measured = profile_workload(
@@ -76,6 +83,7 @@ def profile(
         turned=channels_last,
         accumulate=accumulate,
         setup=setup,
+        cuda_graphs=cuda_graphs,
         progress=progress,
     )
     return measured if note is None else replace(measured, notes=(*measured.notes, note))
@@ -199,14 +207,15 @@ def fit_workload(
     executor: str | None = None,
     min_tensor_bytes: int = 0,
     accumulate: int = 1,
+    cuda_graphs: bool | None = False,
     progress: Progress | None = None,
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
 
     `profiled` is a profile of this very workload, if there is one; a set-up that was at work then
     is at work again, and no other is tried. `steps` are timed. `accumulate` is how many batches
-    each optimizer step will see. The model, the optimizer and the RNG are as before when it
-    returns; only the plan is at work.
+    each optimizer step will see; `cuda_graphs` is as in `profile`. The model, the optimizer and the
+    RNG are as before when it returns; only the plan is at work.
     """
     say = progress or (lambda text: None)
     if activation_reduction is not None and budget == "auto":
@@ -226,7 +235,7 @@ def fit_workload(
     )
     if plan is not None:
         check_plan_for(plan, part_of(workload, plan.split))
-        executor = plan.executor
+        executor, cuda_graphs = plan.executor, plan.cuda_graphs
     if accumulate < 1:
         raise UsageError(f"accumulate is {accumulate}", hint="it counts batches: 1 or more")
     if steps < 1:
@@ -238,6 +247,7 @@ def fit_workload(
         executor=executor,
         channels_last=None if plan is None else plan.channels_last,
         accumulate=accumulate,
+        cuda_graphs=cuda_graphs,
         progress=progress,
     )
     if base.workload != describe(workload) or base.accumulate != accumulate:
@@ -260,14 +270,17 @@ def fit_workload(
         whole, held = held_from(base)
     except InfeasibleError:
         # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
-        if executor not in (None, "auto") or profiled is not None or base.executor != "module":
+        layers = executor in (None, "auto") and base.executor == "module"
+        graphs = base.cuda_graphs
+        if profiled is not None or plan is not None or not (layers or graphs):
             raise
-        say("not by its layers: trying compiled segments")
+        say("not by its layers: trying compiled segments" if layers else "not as CUDA graphs")
         base = profile(
             workload,
             segments=segments,
-            executor="inductor",
+            executor="inductor" if layers else base.executor,
             accumulate=accumulate,
+            cuda_graphs=False,
             progress=progress,
         )
         whole, held = held_from(base)
@@ -280,7 +293,7 @@ def fit_workload(
         unplanned = Applied(made.unplanned(), workload.model)
     say("comparing numbers")
     ready = time.perf_counter()
-    numerics = check_numerics(part, planned, unplanned)
+    numerics = check_numerics(part, planned, _launched_singly(unplanned))
     if set(OPTIMIZER) & set(made.setup):
         numerics = _with_parameters(part, planned, numerics)
     if whole.split > 1:
@@ -305,6 +318,9 @@ def fit_workload(
     )
     result = _result(base, made, held, numerics, speed)
     result = replace(result, proof_s=time.perf_counter() - ready)
+    if planned.graphs is not None and planned.graphs.refused is not None:
+        note = f"not launched as CUDA graphs after all: {planned.graphs.refused}"
+        result = replace(result, notes=(*result.notes, note))
     if planned.swap is not None:
         result = replace(result, swap=planned.swap.statistics())
 
@@ -328,10 +344,18 @@ def fit_workload(
                 executor=measured.executor,
                 channels_last=measured.channels_last,
                 accumulate=parts,
+                cuda_graphs=cuda_graphs,
             ),
         )
 
     return Fitted(part, planned.install(), measured, result, replan, accumulate, base)
+
+
+def _launched_singly(applied: Applied | None) -> Applied | None:
+    """The same step, with every kernel launched by the host."""
+    if applied is None or applied.graphs is None:
+        return applied
+    return Applied(replace(applied.plan, cuda_graphs=False), applied.model, applied.setup)
 
 
 def _measuring(
@@ -349,6 +373,7 @@ def _measuring(
             channels_last=base.channels_last,
             accumulate=base.accumulate * split,
             setup=setup,
+            cuda_graphs=False,
         )
         return replace(found, split=split)
 

@@ -175,7 +175,7 @@ class Fitted:
 
     def undo(self) -> None:
         """Restore the model as it was before the fit; training it plainly goes on from here."""
-        self.applied.undo()
+        self._take_off()
 
     def __enter__(self) -> Fitted:
         return self
@@ -229,7 +229,7 @@ class Fitted:
             "the batch %s is larger than what was planned for, or unlike it: planning again",
             batch_signature(batch),
         )
-        self.applied.undo()
+        self._take_off()
         try:
             again = self._replan(replace(self.workload, batch=batch))
         except BaseException:  # a caller who goes on with smaller batches still has the plan
@@ -240,6 +240,10 @@ class Fitted:
         self._switch(*self._planned[-1])
 
     def _switch(self, batch: Any, applied: Applied, profile: Profile, result: Result) -> None:
-        self.applied.undo()
+        self._take_off()
         self.applied, self.profile, self.result = applied.install(), profile, result
         self.workload.batch = batch
+
+    def _take_off(self) -> None:
+        self.applied.undo()
+        self.applied.release()

@@ -66,6 +66,7 @@ def test_budget_above_the_device(memfit, tiny):
         (["--plan", "plan.json", "--segments", "layers.*"], "--plan gives one"),
         (["--plan", "plan.json", "--executor", "graph"], "--executor say how to make a plan"),
         (["--plan", "plan.json", "--min-tensor-bytes", "1KB"], "--plan gives one"),
+        (["--budget", "90%", "--cuda-graphs", "--device", "cpu"], "there are none on a cpu"),
         (["--executor", "eager"], "unknown executor 'eager'"),
         (["--executor", "Graph"], "one of: auto, graph, inductor, module"),
         (["--plan", "plan.json", "--host-budget", "1GiB"], "--host-budget say how to make a plan"),

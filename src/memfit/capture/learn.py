@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.recording import Marking, watched
@@ -22,7 +23,7 @@ from memfit.ir.plan import Plan, SegmentPlan
 from memfit.ir.profile import Measurements, Profile
 from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
-from memfit.measure.timing import Inside, time_interleaved
+from memfit.measure.timing import Inside, time_apart, time_interleaved
 from memfit.runtime.apply import Applied, adjusted, plan_code, plan_engine
 from memfit.runtime.calls import Direct, Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
@@ -105,7 +106,16 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
         "planned": Inside(lambda: planned, step),
         "unplanned": Inside(lambda: unplanned, step),
     }
-    times = time_interleaved(works, workload.device, rounds=ROUNDS, warmup=2, limit_s=20)
+    how: dict[str, Any] = {"rounds": ROUNDS, "warmup": 3, "limit_s": 20}
+    if plan.cuda_graphs:
+
+        def release() -> None:
+            planned.release()
+            unplanned.release()
+
+        times = time_apart(works, workload.device, release, **how)
+    else:
+        times = time_interleaved(works, workload.device, **how | {"warmup": 2})
     with_plan, without = times["planned"], times["unplanned"]
     reckoned_s = profile.accumulate * sum(
         s.recompute_s for s in plan.segments if s.decision == "partial"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,10 +17,11 @@ from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
 from memfit.capture.usual import usual_executor
 from memfit.errors import DeviceMemoryError
-from memfit.ir.profile import Baseline, Profile
+from memfit.ir.profile import AllocatorStart, Baseline, Profile
+from memfit.ir.step_graph import StepGraph
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
-from memfit.measure.memory import static_bytes
+from memfit.measure.memory import Peak, static_bytes
 from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
 from memfit.runtime.apply import refuse_planned
@@ -42,12 +44,14 @@ def profile_workload(
     accumulate: int = 1,
     rounds: int = 5,
     setup: Setup | None = None,
+    cuda_graphs: bool | None = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure one step of the workload; its model, optimizer and RNG are as before afterwards.
 
     A `setup` is at work meanwhile. The `executor` None is one that serves the workload on CUDA.
     Images are `turned` around to have their channels last; None: where compiled code wants them so.
+    The step is launched as `cuda_graphs`; None: where the host holds it up.
     """
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
@@ -59,7 +63,10 @@ def profile_workload(
         say("finding segments")
         if turned is None:
             turned = executor in (None, "inductor") and prefers_channels_last(workload)
-        executor = executor or usual_executor(workload, convolutions=turned)
+        graphs = cuda_graphs if setup is None else False  # its hooks are Python
+        executor = executor or usual_executor(
+            workload, convolutions=turned, cuda_graphs=graphs is not False
+        )
         turn = partial(channels_last, workload.model, turned)
         with turn():
             # By single operators a loss takes what it takes in the plain step: nothing to plan.
@@ -80,11 +87,17 @@ def profile_workload(
                 static,
             )
             say("timing segments")
-            times = StepTimes(workload, captured, graph, accumulate)
+            times = StepTimes(workload, captured, graph, accumulate, graphs)
             seconds = times.measure(rounds)
         peak = times.plain_peak
+        if peak is not None and times.graphed_peak is not None:
+            graph, allocator = _beside_graphs(graph, allocator, peak, times.graphed_peak)
+            peak = times.graphed_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
         notes += switched
+        if cuda_graphs and times.graphed_peak is None:
+            why = times.no_graphs or "there is a set-up at work"
+            notes.append(f"not launched as CUDA graphs: {why}")
         notes += ["images are given to the model with their channels last"] if turned else []
         if copy is None:
             notes.append("no room to measure copies to the host: nothing can be moved there")
@@ -107,11 +120,24 @@ def profile_workload(
         uncaptured={graph.calls[i].name: why for i, why in captured.reasons.items()},
         inplace_off=inplace,
         channels_last=turned,
+        cuda_graphs=times.graphed_peak is not None,
         accumulate=accumulate,
         setup=() if setup is None else setup.techniques,
         tile_bytes=None if setup is None else setup.tile_bytes,
         notes=tuple(notes),
     )
+
+
+def _beside_graphs(
+    graph: StepGraph, allocator: AllocatorStart | None, plain: Peak, graphed: Peak
+) -> tuple[StepGraph, AllocatorStart | None]:
+    """The step with what is there at once when its memory is kept: inputs, the optimizer's."""
+    more = max(graphed.bytes - plain.bytes, 0)
+    graph = replace(graph, static=graph.static | {"beside CUDA graphs": more})
+    if allocator is not None:
+        more = max(graphed.reserved_bytes - plain.reserved_bytes, 0)
+        allocator = replace(allocator, reserved_bytes=allocator.reserved_bytes + more)
+    return graph, allocator
 
 
 def _warm_up(workload: Workload, captured: Captured) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,21 @@ import torch
 from memfit.capture.captured import Captured
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.recording import recompute_all
+from memfit.capture.usual import LAUNCH_BOUND
 from memfit.ir.profile import CallTime
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.step import drop_gradients, explained_errors, is_out_of_memory, run_step
-from memfit.measure.timing import Clock, Inside, time_interleaved
+from memfit.measure.timing import (
+    Clock,
+    Inside,
+    host_and_step_seconds,
+    time_apart,
+    time_interleaved,
+)
 from memfit.runtime.calls import Engine, Forward, Router, routed
+from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.random_state import RandomState
 from memfit.runtime.recompute import Recompute, scratch_statistics, statistics_norms
 from memfit.workload import Workload
@@ -60,21 +69,32 @@ class StepTimes:
         captured: Captured,
         graph: StepGraph,
         accumulate: int,
+        cuda_graphs: bool | None = False,
     ) -> None:
+        """With `cuda_graphs` the step is launched as such; None: where the host holds it up."""
         self.workload, self.captured, self.graph = workload, captured, graph
         self.accumulate = accumulate
         self.clock = Clock(workload.device)
         self.plain_peak: Peak | None = None
+        self.graphed_peak: Peak | None = None  # of the plain step, if it is launched as CUDA graphs
+        self.no_graphs: str | None = None  # why it is not, where that was asked for
+        self._wants_graphs = cuda_graphs
+        self._graphs = CudaGraphs(workload.model)
 
     def measure(self, rounds: int) -> Seconds:
         """Measure the plain step's peak if it fits, then all seconds, interleaved."""
         self.plain_peak = self._peak_of_plain()
+        self.graphed_peak = self._peak_of_graphs()
         works = {"recomputed": self._recomputed_step()}
         if self.plain_peak is not None:
             works = {"plain": self._plain_step(), **works}
             if self.workload.device.type == "cuda":
                 works["half"] = self._recomputed_step(every=2)
-        timings = time_interleaved(works, self.workload.device, rounds=rounds, limit_s=30)
+        if self.graphed_peak is None:
+            timings = time_interleaved(works, self.workload.device, rounds=rounds, limit_s=30)
+        else:  # two would have their memory at once
+            between = self._graphs.release
+            timings = time_apart(works, self.workload.device, between, rounds=rounds, warmup=3)
         whole = {name: timing.median_s for name, timing in timings.items()}
         if self.workload.device.type == "cuda":
             # By itself: pages given back in one step are missed in the next.
@@ -130,7 +150,10 @@ class StepTimes:
             return step_s, Factors(1.0, 1.0, max(host_s - device_s, 0.0))
         if "half" in whole:
             half, everything = load(replayed[::2], "half"), load(replayed, "recomputed")
-            return whole["plain"], calibrate(half, everything)
+            factors = calibrate(half, everything)
+            if self.graphed_peak is not None:  # the host has nothing to do with it
+                factors = factors._replace(host=1.0, slack_s=host_s)
+            return whole["plain"], factors
         # On the CPU device and host are one: only the whole can be stretched.
         extra_s = load(replayed, "recomputed").extra_s
         stretch = min(max(extra_s / device_s, 0.5), 4.0) if device_s > 0 else 1.0
@@ -163,14 +186,60 @@ class StepTimes:
         torch.cuda.empty_cache()
         return None
 
+    def _peak_of_graphs(self) -> Peak | None:
+        """The plain step's peak as CUDA graphs; None where it is not launched as such."""
+        if self._wants_graphs is False:
+            return None
+        self.no_graphs = self._why_no_graphs()
+        if self.no_graphs is not None or self.plain_peak is None:
+            return None
+        if self._wants_graphs is None:
+            with self._routed(Recompute([], {})):
+                host_s, step_s = host_and_step_seconds(self._step, self.workload.device)
+            if host_s < LAUNCH_BOUND * step_s:
+                self.no_graphs = "the host is ahead of the device"
+                return None
+        torch.cuda.empty_cache()
+        self.plain_peak = measure_peak(self.workload, self._plain_step())
+        self.graphed_peak = self.plain_peak  # from here on steps are launched as graphs
+        graphed = self._plain_step()
+        for _ in range(2):
+            graphed()
+        peak = measure_peak(self.workload, graphed)
+        self.no_graphs = self._graphs.refused
+        if self.no_graphs is not None:
+            return None
+        return replace(peak, bytes=peak.bytes + self._graphs.hidden_bytes)
+
+    def _why_no_graphs(self) -> str | None:
+        if self.workload.device.type != "cuda":
+            return "there are none on this device"
+        if self.accumulate > 1:
+            return "the optimizer steps after several batches"
+        if self.graph.model_calls > 1:
+            return "the step calls the model more than once"
+        return "the plain step does not fit" if self.plain_peak is None else None
+
     def _routed(self, engine: Engine) -> AbstractContextManager[Router]:
         return routed(self.workload.model, self.captured.route, engine, self.captured.code)
 
     def _plain_step(self) -> Inside:
-        return Inside(lambda: self._routed(Recompute([], {})), self._step)
+        return Inside(lambda: self._launched(self._routed(Recompute([], {}))), self._step)
 
-    def _recomputed_step(self, **how: Any) -> Inside:
-        return Inside(lambda: recomputing_all(self.workload, self.captured, **how), self._step)
+    def _recomputed_step(self, *, trim: bool = False, **how: Any) -> Inside:
+        def around() -> AbstractContextManager[Any]:
+            routed = recomputing_all(self.workload, self.captured, trim=trim, **how)
+            return routed if trim else self._launched(routed)
+
+        return Inside(around, self._step)
+
+    @contextmanager
+    def _launched(self, routed: AbstractContextManager[Router]) -> Iterator[None]:
+        """The step as graphs, if it is launched as such."""
+        with routed as router, ExitStack() as stack:
+            if self.graphed_peak is not None:
+                stack.enter_context(self._graphs.at_work(router.skip_model))
+            yield
 
     def _step(self) -> None:
         with explained_errors(self.workload):

@@ -48,6 +48,7 @@ def fit(
     host_budget: options.HostBudget = None,
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
+    cuda_graphs: options.CudaGraphs = False,
     preset: options.Preset = None,
     config: options.ConfigFile = None,
     accumulate: options.Accumulate = 1,
@@ -93,6 +94,11 @@ def fit(
         )
         what, goal, accumulate = started(what, goal, accumulate, preset, config)
         plan = _checked(goal, plan_file, output)
+        if plan is not None and cuda_graphs:
+            raise UsageError(
+                "--cuda-graphs says how to make a plan, but --plan gives one",
+                hint="leave out --plan or the other",
+            )
         if plan is not None:
             goal = replace(goal, executor=plan.executor)
         session.progress("loading torch")
@@ -112,6 +118,7 @@ def fit(
             steps=steps,
             segments=goal.segments or None,
             accumulate=accumulate,
+            cuda_graphs=cuda_graphs,
             progress=session.progress,
             **goal.plan_options(),
         )

@@ -187,6 +187,15 @@ MinTensorBytes = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs",
+        help="Launch forward and backward as CUDA graphs, so that the device never waits for the "
+        "host. The model's Python then runs only while they are captured.",
+        rich_help_panel=_HOW,
+    ),
+]
 Accumulate = Annotated[
     int,
     typer.Option(

@@ -131,6 +131,7 @@ class Plan:
     trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()
     channels_last: bool = False  # images are given to the model in that layout
+    cuda_graphs: bool = False  # forward and backward are launched as one each
     model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
@@ -173,7 +174,7 @@ class Plan:
     @property
     def unplanned_is_plain(self) -> bool:
         """Whether the step with everything kept is the one that the workload has by itself."""
-        return self.executor == "module" and not self.channels_last
+        return self.executor == "module" and not self.channels_last and not self.cuda_graphs
 
     def unplanned(self) -> Plan:
         """The same step by the same executor with everything kept."""

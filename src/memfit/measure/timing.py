@@ -13,6 +13,7 @@ import torch
 
 # For how long the device is kept busy, at 1 to 2 a nanosecond: longer when that was too short.
 _BUSY_CYCLES = (2_000_000, 20_000_000)
+_HOST_WARMUP, _HOST_ROUNDS = 3, 5
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,35 @@ def time_interleaved(
         if number >= warmup + 2 and time.perf_counter() - begun > limit_s:
             break
     return {name: summarise(times) for name, times in samples.items()}
+
+
+def time_apart(
+    works: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    between: Callable[[], None],
+    **how: Any,
+) -> dict[str, Timing]:
+    """Time each work by itself, where one is in the way of the next; `between` them is called."""
+    times: dict[str, Timing] = {}
+    for name, work in works.items():
+        between()
+        times |= time_interleaved({name: work}, device, **how)
+    between()
+    return times
+
+
+def host_and_step_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """How long the host takes to launch a step, and how long the step takes."""
+    clock = Clock(device)
+    host_s, step_s = [], []
+    for _ in range(_HOST_WARMUP + _HOST_ROUNDS):
+        clock.settle()
+        start = time.perf_counter()
+        step()
+        host_s.append(time.perf_counter() - start)
+        clock.settle()
+        step_s.append(time.perf_counter() - start)
+    return statistics.median(host_s[_HOST_WARMUP:]), statistics.median(step_s[_HOST_WARMUP:])
 
 
 def summarise(samples: list[float]) -> Timing:

@@ -296,6 +296,9 @@ def _plan(
     segments, variants = write_segments(simulator, choice.acts)
     peak = simulator.timeline(choice.acts).peak
     traffic = simulator.traffic(choice.acts)
+    host_bytes = simulator.moved_bytes(choice.acts)
+    # Copies have streams of their own, and pages cannot be given back inside of a graph.
+    graphs = profile.cuda_graphs and not choice.trim and not host_bytes
     return Plan(
         fingerprint=profile.fingerprint,
         workload=profile.workload,
@@ -325,13 +328,14 @@ def _plan(
         techniques=_techniques(simulator, choice.acts),
         split=profile.split,
         tile_bytes=profile.tile_bytes,
-        host_bytes=simulator.moved_bytes(choice.acts),
+        host_bytes=host_bytes,
         smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,
         inplace_off=profile.inplace_off,
         channels_last=profile.channels_last,
+        cuda_graphs=graphs,
         model_calls=profile.graph.model_calls,
-        notes=(*profile.notes, *_notes(choice)),
+        notes=(*profile.notes, *_notes(choice, graphs)),
     )
 
 
@@ -349,8 +353,10 @@ def _used(simulator: Simulator, acts: Sequence[Act]) -> tuple[str, ...]:
     return ("recompute",) * bool(again) + ("offload",) * bool(away)
 
 
-def _notes(choice: Choice) -> list[str]:
+def _notes(choice: Choice, graphs: bool) -> list[str]:
     notes = [] if choice.note is None else [choice.note]
+    if graphs:
+        notes.append("forward and backward are launched as CUDA graphs: the host held them up")
     if choice.trim:
         notes.append("the allocator's free pages are given back between forward and backward")
     return notes

@@ -14,6 +14,7 @@ from memfit.ir.plan import Plan
 from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
+from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.layout import channels_last
 from memfit.runtime.recompute import Recompute
@@ -41,6 +42,7 @@ class Applied(Stacked):
         self._stack: ExitStack | None = None
         self._arena: Arena | None = None  # kept when the plan is taken off: pinning takes seconds
         self.router: Router | None = None
+        self.graphs = CudaGraphs(model) if plan.cuda_graphs else None
 
     @property
     def copies_in_flight(self) -> int:
@@ -68,6 +70,23 @@ class Applied(Stacked):
         stack.callback(setattr, self, "router", None)
         stack.callback(self.router.uninstall)
         self.router.install()
+        if self.graphs is not None:
+            stack.enter_context(self.graphs.at_work(self.router.skip_model))
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What is in use within a step and counts as free to the allocator."""
+        return 0 if self.graphs is None else self.graphs.hidden_bytes
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it was not launched as CUDA graphs for want of memory."""
+        return self.graphs is not None and self.graphs.no_room
+
+    def release(self) -> None:
+        """Give memory back that outlives the plan's being at work."""
+        if self.graphs is not None:
+            self.graphs.release()
 
     def _swap(self, engine: Engine) -> Swap:
         if self.swap is None:

@@ -117,6 +117,7 @@ class Router:
         self._model_calls = route.model_calls
         self._model_seen = 0
         self._losses_left = 0  # segments that are losses and still to come in the step
+        self._losses_after = 0  # of these, after the model
         self._model_returned = False
         self._evaluating = False
         self._undo: list[Any] = []
@@ -191,11 +192,23 @@ class Router:
             except BaseException:
                 self.begin()
                 raise
-            self._model_returned = self._model_seen % self._model_calls == 0
-            self._end_if_over()
+            self._model_returns()
             return output
 
         return call
+
+    def skip_model(self) -> None:
+        """Count a call of the model that something else did in the place of its forward."""
+        self.begin()
+        self._model_seen += 1
+        self._losses_left = self._losses_after
+        expect_loss(self.model)
+        self._model_returns()
+
+    def _model_returns(self) -> None:
+        self._losses_after = self._losses_left
+        self._model_returned = self._model_seen % self._model_calls == 0
+        self._end_if_over()
 
     def _end_if_over(self) -> None:
         """The step's forward is over when the model and all losses that are segments returned."""

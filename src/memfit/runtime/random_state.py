@@ -18,7 +18,12 @@ class RandomState:
 
     @staticmethod
     def of(devices: Iterable[torch.device]) -> RandomState:
-        """Take the states of the CPU and of the CUDA devices among `devices`."""
+        """Take the states of the CPU and of the CUDA devices among `devices`.
+
+        What is captured as a CUDA graph draws no random numbers, and may not ask for states.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return RandomState(torch.get_rng_state(), ())
         indices = sorted({d.index for d in devices if d.type == "cuda" and d.index is not None})
         return RandomState(torch.get_rng_state(), tuple(_take(i) for i in indices))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,15 @@ def check_budget(
     without a cap shows what the allocator takes when it is free to. A plan that counts live bytes
     (a reduction of activations, not a budget) is measured without a cap.
     """
+    try:
+        return _check(workload, planned, budget_bytes, steps, accumulate)
+    finally:
+        planned.release()
+
+
+def _check(
+    workload: Workload, planned: Applied, budget_bytes: int | None, steps: int, accumulate: int
+) -> BudgetCheck:
     live = planned.plan.counts == "live"
     if budget_bytes is None or live or workload.device.type != "cuda":
         free = _free(workload, planned, steps, accumulate)
@@ -50,9 +59,12 @@ def check_budget(
     capped = None
     with untouched(workload), planned, memory_cap(workload.device, budget_bytes):
         try:
-            capped = _measure(workload, steps, accumulate)
+            capped = _measure(workload, planned, steps, accumulate)
         except torch.OutOfMemoryError:
             drop_gradients(workload)
+    if planned.lacks_room:
+        capped = None
+        planned.release()
     if capped is not None and not capped.retries and capped.reserved_bytes <= budget_bytes:
         return BudgetCheck(capped, 0)
     free = _free(workload, planned, steps, accumulate)
@@ -70,10 +82,10 @@ def _free(workload: Workload, planned: Applied, steps: int, accumulate: int) -> 
     with untouched(workload), planned:
         if cuda:
             torch.cuda.empty_cache()
-        return _measure(workload, steps if cuda else 1, accumulate)
+        return _measure(workload, planned, steps if cuda else 1, accumulate)
 
 
-def _measure(workload: Workload, steps: int, accumulate: int) -> Peak:
+def _measure(workload: Workload, planned: Applied, steps: int, accumulate: int) -> Peak:
     run_first_steps(workload, 1)
     settle_optimizer_state(workload.optimizer, workload.device, values=False)
     run_step(workload)
@@ -82,4 +94,5 @@ def _measure(workload: Workload, steps: int, accumulate: int) -> Peak:
         for _ in range(steps):
             run_step(workload, accumulate=accumulate)
 
-    return measure_peak(workload, work)
+    peak = measure_peak(workload, work)
+    return replace(peak, bytes=peak.bytes + planned.hidden_bytes)

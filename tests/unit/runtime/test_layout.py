@@ -175,11 +175,24 @@ def test_nobody_asked_and_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nobody_asked_and_the_device_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usual, "is_launch_bound", lambda workload: False)
-    assert usual.usual_executor(_workload(Net()), convolutions=True) == "inductor"
+    assert _usual(convolutions=True) == "inductor"
+
+
+def test_what_is_launched_as_cuda_graphs_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usual, "is_launch_bound", lambda workload: True)
+    assert _usual(convolutions=True) == "module"
+    assert _usual(convolutions=True, cuda_graphs=True) == "inductor"
+    monkeypatch.setattr(usual, "is_launch_bound", lambda workload: bool(torch.rand(1) < 2))
+    assert _usual(convolutions=True, cuda_graphs=True) == "module"  # its step draws numbers
 
 
 def test_other_models_are_compiled() -> None:
-    assert usual.usual_executor(_workload(Net()), convolutions=False) == "inductor"
+    assert _usual(convolutions=False) == "inductor"
+
+
+def _usual(*, convolutions: bool, cuda_graphs: bool = False) -> str:
+    workload = _workload(Net())
+    return usual.usual_executor(workload, convolutions=convolutions, cuda_graphs=cuda_graphs)
 
 
 def test_a_host_that_is_always_busy_is_launch_bound() -> None:
