@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from memfit.measure.step import (
 )
 from memfit.measure.timing import time_interleaved
 from memfit.runtime.apply import Applied
-from memfit.runtime.pressure.attention import ASKED
+from memfit.runtime.pressure import attention
 from memfit.runtime.pressure.valve import Valve
 from memfit.verify.numerics import Numbers, compare, deterministic
 from memfit.workload import Workload
@@ -77,9 +76,9 @@ def run_idle(session: Session) -> dict[str, Any]:
     workload = session.workload(NAME)
     capacity = None if session.cuda else 2**40
     valves: dict[str, Any] = {}
-    for name, asked in (("valve 0.99", "0"), ("valve 0.99, may doze", "1")):
-        with patch.dict(os.environ, {ASKED: asked}):
-            valves[name] = memfit.pressure(0.99, capacity=capacity, device=session.device)
+    with patch.object(attention, "can_see_calls", lambda: False):  # as in Python 3.11
+        valves["valve 0.99"] = memfit.pressure(0.99, capacity=capacity, device=session.device)
+    valves["valve 0.99, may doze"] = memfit.pressure(0.99, capacity=capacity, device=session.device)
     # One valve each, entered around every step.
     around = {name: System(partial(valves.get, name)) for name in valves}
     rows = measure_systems(workload, {"plain": System(), **around}, 2 * session.steps)

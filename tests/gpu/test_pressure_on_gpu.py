@@ -11,7 +11,6 @@ from torch import nn
 
 import memfit
 from memfit.measure.memory import memory_cap
-from memfit.runtime.pressure.attention import ASKED
 from memfit.runtime.pressure.innards import hooks_in_force
 from memfit.runtime.pressure.module_calls import can_see_calls
 
@@ -102,10 +101,7 @@ def test_a_loop_that_went_out_of_memory_finishes_and_swaps_stop_afterwards(
             assert valve.statistics.swaps == swaps
 
 
-def test_a_large_batch_after_small_ones_wakes_a_valve_that_dozes(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ASKED, "1")
+def test_a_large_batch_after_small_ones_wakes_a_valve_that_dozes(device: torch.device) -> None:
     model = build(device)
     expected = step(model)
     gc.collect()

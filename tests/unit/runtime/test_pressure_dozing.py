@@ -97,15 +97,19 @@ def step(model: Model, rows: int = 1) -> None:
         assert layer.weight.grad == layer.number
 
 
+def see_calls_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+    monkeypatch.setattr(attention, "can_see_calls", lambda: True)
+
+
 @pytest.fixture(params=["hooks", "monitoring"])
 def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Allocator:
     """What valves ask in the test, whose calls of modules are seen in one way or the other."""
     if request.param == "hooks":
-        monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+        see_calls_by_hooks(monkeypatch)
     elif not can_see_calls():
         pytest.skip("sys.monitoring came with Python 3.12")
     made = Allocator()
-    monkeypatch.setenv(attention.ASKED, "1")
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     monkeypatch.setattr(attention, "_LOOK_S", 0.0)  # with every call
     return made
@@ -428,7 +432,7 @@ def test_the_numbers_stay(
 def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+    see_calls_by_hooks(monkeypatch)
     for threshold in (0.8, 0):
         model = Model(Allocator())
         with valve(threshold) as awake:
@@ -437,12 +441,8 @@ def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
             assert not awake.dozes
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_some_stay_awake(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    """Those that nobody asked to doze, and those in a Python that cannot tell of calls."""
-    if asked and can_see_calls():
-        pytest.skip("this Python can tell of calls")
-    monkeypatch.setenv(attention.ASKED, "1" if asked else "")
+def test_it_stays_awake_where_python_cannot_tell_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "can_see_calls", lambda: False)
     made = Allocator()
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     with valve() as awake:

@@ -6,14 +6,13 @@ when modules are called: after so many bytes went into them that there could be 
 and every two milliseconds. When it finds too much in use it sets its hooks again, in the middle of
 the forward, and takes in what the graph of this forward saved until then, the longest idle first.
 
-Limits. It dozes only where MEMFIT_VALVE_DOZES=1 asks for it, until it was tried on a GPU. A valve
-that dozes does not see what is allocated between calls of modules or in a backward: between the
-memory at which it wakes and the threshold there must be room for that. What was saved before it
-woke can move only if the input of the module that is called depends on it. It wakes outside of the
-hooks of others (activation checkpointing, torch.func), which come first anyway. Memory that other
-processes take is seen a second later. It never dozes in Python 3.11, which cannot tell of calls at
-a price worth it, on the CPU, where saved tensors are counted one by one, or before a tensor was
-saved that is large enough.
+Limits. A valve that dozes does not see what is allocated between calls of modules or in a backward:
+between the memory at which it wakes and the threshold there must be room for that. What was saved
+before it woke can move only if the input of the module that is called depends on it. It wakes
+outside of the hooks of others (activation checkpointing, torch.func), which come first anyway.
+Memory that other processes take is seen a second later. It never dozes in Python 3.11, which cannot
+tell of calls at a price worth it, on the CPU, where saved tensors are counted one by one, or before
+a tensor was saved that is large enough.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, is_in_backward
-from memfit.runtime.pressure.module_calls import ModuleCalls
+from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
 
-ASKED = "MEMFIT_VALVE_DOZES"  # an environment variable: a valve keeps its hooks unless it is 1
 _LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA
 _SHARE = 16  # a module may allocate so many times what goes into it
 _CAPACITY_S = 1.0  # asking the driver takes too long for every step
@@ -45,7 +43,7 @@ class Attention:
         self._beneath: object = None  # the hooks that were in force before
         self._process = self._thread = 0
         self._dozes = False
-        self._may_doze = os.environ.get(ASKED, "").strip() == "1"
+        self._may_doze = can_see_calls()
         self._look_at = self._ask_again_at = 0.0
         self._bytes_left = 0
 
