@@ -186,7 +186,7 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
     if "idle" in good:
         row = good["idle"]
         told = (
-            f"Threshold 0.99: {row['swaps']} swaps, time / plain {row['ratio']:.3f} "
+            f"Threshold 0.99: {row['swaps']} swaps, time / plain with hooks {row['ratio']:.3f} "
             f"(A/A {row['a_a']:.3f})."
         )
         if dozing := row.get("dozing"):
@@ -213,13 +213,14 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
 
 def _flat(rows: Mapping[str, Row]) -> list[str]:
     lines = [
-        "| loop | step | allocated | reserved | host RSS | arena | flat |",
-        "|---|---|---|---|---|---|---|",
+        "| loop | step | allocated | peak since | reserved | host RSS | arena | flat |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for key, row in _good(rows):
         for step, held in row["seen"].items():
             cells = " | ".join(
-                f"{held[name] / MIB:.1f} MB" for name in ("allocated", "reserved", "rss", "arena")
+                f"{held[name] / MIB:.1f} MB" if name in held else ""
+                for name in ("allocated", "peak", "reserved", "rss", "arena")
             )
             lines.append(f"| {key} | {step} | {cells} | {row['flat']} |")
     return lines

@@ -133,6 +133,32 @@ def test_loops_of_one_plan_count_their_own_repetitions(monkeypatch):
     assert rows["plan and valve 0"]["swaps"] > 0 and all(row["bitwise"] for row in rows.values())
 
 
+def test_a_valve_may_make_the_allocator_hold_more_until_it_settles_a_leak_does_not():
+    from swapping.flat import GROWTH, is_flat
+
+    def seen(**changed: list[int]) -> list[dict[str, int]]:
+        names = ("allocated", "reserved", "arena", "rss")
+        return [{name: changed.get(name, [5] * 5)[look] for name in names} for look in range(5)]
+
+    for settles in (True, False):
+        assert is_flat(seen(), settles=settles)
+        assert is_flat(seen(reserved=[5, 5, 5, 5, 4]), settles=settles)
+        assert not is_flat(seen(reserved=[5, 6, 7, 8, 9]), settles=settles)
+        assert not is_flat(seen(allocated=[5, 6, 6, 6, 6]), settles=settles)
+        assert not is_flat(seen(arena=[5, 6, 6, 6, 6]), settles=settles)
+        assert not is_flat(seen(rss=[5, 5, 5, 5, 6 + GROWTH]), settles=settles)
+        assert is_flat(seen(reserved=[5, 6, 7, 7, 7]), settles=settles) == settles
+
+
+def test_a_loop_of_the_valve_is_looked_at_again_and_again():
+    from swapping import flat
+    from swapping.session import Session
+
+    row = flat.run(Session(tiny=True, steps=1), flat.VALVE)
+    assert [int(step) for step in row["seen"]] == list(flat.TINY_LOOKS)
+    assert row["swaps"] > 0 and row["growth_bytes"]["arena"] == 0
+
+
 def test_after_a_part_that_failed_the_next_builds_its_workload_anew():
     from swapping.session import Session
 
