@@ -86,7 +86,7 @@ def units(arguments: argparse.Namespace, report: Report, session: Session) -> It
             yield unit("valve", f"cap {share:.0%}", 6, valve.run_capped, share)
         yield unit("valve", "after", 4, valve.run_after)
     for kind in flat.KINDS if "flat" in only else ():
-        yield unit("flat", kind, 35 if "graph" in kind else 25, flat.run, kind)
+        yield unit("flat", kind, 60, flat.run, kind)
     for name in _chosen(WHOLE, arguments):
         for executor in arguments.executors or ("module", "graph"):
             profile_s = _profile_s(name, executor)
