@@ -76,13 +76,18 @@ def parser_of(
     return parser
 
 
+def same_precision() -> None:
+    """Let float32 products be shortened, for every system alike."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+
+
 def open_report(arguments: argparse.Namespace, *sections: str, elsewhere: bool = False) -> Report:
     """The report in the file, or an empty one of this machine with these sections.
 
     Refuses a file of another machine, unless what is added comes from no machine (`elsewhere`).
     """
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    same_precision()
     path: Path = arguments.output
     path.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(path.read_text()) if path.exists() else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from functools import partial
 from pathlib import Path
 
@@ -28,9 +27,10 @@ def test_a_script_says_how_long_it_would_take(script, capsys, name):
 
 
 def test_the_commands_of_the_readme_mean_something(script, capsys, results):
-    text = (results.parent / "README.md").read_text()
-    table = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")][1:]
-    commands = [shlex.split(cell.strip("`").replace("NAME", ENCODER)) for cell in table]
+    from run import read_runs
+
+    runs = read_runs((results.parent / "README.md").read_text()).values()
+    commands = [run.words for run in runs]
     assert {Path(words[0]).stem for words in commands} == {*SCRIPTS, "memfit"}
     for command, *words in commands:
         if command == "memfit":

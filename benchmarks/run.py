@@ -1,0 +1,198 @@
+"""Run the benchmarks of README.md one after another, as many as there is time for.
+
+    PYTHONPATH=src python3 benchmarks/run.py --minutes 25 --ahead 7 --tests valve pays
+
+Names are those of the README's table, in whose order they run; without any, all of them. Each
+writes NAME-GPU.json and its Markdown, and goes on where an earlier run was cut off. First, at once
+and untimed: with --ahead the whole models of the peers are compiled, by so many processes, and with
+--tests the tests that need a GPU run. Then each run has the machine to itself. A line says how far
+it has come; logs lie beside the results, which belong into benchmarks/results when they are whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from memfit.bench.machine import machine_facts
+
+HERE = Path(__file__).parent
+COMPILED = ("compile", "blocks", "checkpoint-compiled")  # systems worth compiling ahead
+COLD = ("setup",)  # what asks how long compiling takes must not find anything compiled
+GOES_ON = {"simulated": "pays"}  # in the file of another
+SPARE_S = 15.0  # for a script to end
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of the README's table."""
+
+    name: str
+    words: tuple[str, ...]  # the script and its options
+
+    def command(self, output: Path, more: Sequence[str]) -> list[str]:
+        """What to start."""
+        script, *options = self.words
+        start = ["-m", "memfit"] if script == "memfit" else [str(HERE / Path(script).name)]
+        options = [*options, "--no-charts"] if script == "memfit" else options
+        return [sys.executable, *start, *options, "-o", str(output), *more]
+
+    @property
+    def systems(self) -> list[tuple[str, str]]:
+        """The workloads and peers whose compiled code is found again."""
+        if Path(self.words[0]).stem != "inside":
+            return []
+        peers = [p for p in _after("--peers", self.words) if p.split(":")[0] in COMPILED]
+        return [(workload, peer) for workload in _after("--only", self.words) for peer in peers]
+
+
+def read_runs(text: str) -> dict[str, Run]:
+    """The runs of the README's table, by name."""
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    found = {}
+    for row in rows:
+        name = row[0].strip("| `")
+        found[name] = Run(name, tuple(shlex.split(row[2].strip("`"))))
+    return found
+
+
+def main() -> None:
+    """Run what was asked for."""
+    runs = read_runs((HERE / "README.md").read_text())
+    arguments = parse_arguments(runs)
+    chosen = [run for name, run in runs.items() if name in arguments.names]
+    if arguments.list:
+        for run in chosen:
+            print(f"{run.name:16} {shlex.join(run.words)}")
+        return
+    begun = time.monotonic()
+    end = begun + 60 * arguments.minutes
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _at_once(chosen, arguments, end)
+    failed = [run.name for run in chosen if not _ran(run, arguments, begun, end)]
+    if failed:
+        sys.exit(f"not whole: {', '.join(failed)} (see {folder}/*.log; the same command goes on)")
+
+
+def parse_arguments(runs: dict[str, Run], words: list[str] | None = None) -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(runs))
+    parser.add_argument("--minutes", type=float, default=600.0, help="for everything together")
+    parser.add_argument("--ahead", type=int, default=0, metavar="N", help="compile, N at once")
+    parser.add_argument("--tests", action="store_true", help="run tests/gpu meanwhile")
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "out", help="for results")
+    parser.add_argument("--list", action="store_true", help="only say what would run")
+    parser.add_argument("--tiny", action="store_true", help="models of a few layers, to try it out")
+    parser.add_argument("--steps", type=int, help="steps of each kind to time")
+    arguments = parser.parse_args(words)
+    unknown = [name for name in arguments.names if name not in runs]
+    if unknown:
+        parser.error(f"there is no run {unknown[0]}: they are {', '.join(runs)}")
+    arguments.names = arguments.names or list(runs)
+    return arguments
+
+
+def _at_once(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -> None:
+    """What needs no quiet: compile for the peers, and test."""
+    commands = {}
+    if arguments.tests:
+        commands["tests"] = [sys.executable, "-m", "pytest", "-q", str(HERE.parent / "tests/gpu")]
+    if arguments.ahead:
+        tiny = ["--tiny"] if arguments.tiny else []
+        for workload, peer in dict.fromkeys(pair for run in chosen for pair in run.systems):
+            script = str(HERE / "ahead.py")
+            name = f"ahead-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
+            commands[name] = [sys.executable, script, workload, peer, *tiny]
+    if not commands:
+        return
+    with ThreadPoolExecutor(max(arguments.ahead, 1) + arguments.tests) as pool:
+        starts = {
+            name: pool.submit(_run, words, name, arguments, end) for name, words in commands.items()
+        }
+        for name, start in starts.items():
+            _say(name, start.result())
+
+
+def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> bool:
+    """Run one; whether it ended well, with nothing left."""
+    left_s = end - time.monotonic() - SPARE_S
+    if left_s <= 0:
+        return False
+    if arguments.tiny and run.words[0] == "memfit":
+        _say(run.name, "has no tiny models")
+        return True
+    output = arguments.folder / f"{GOES_ON.get(run.name, run.name)}-{_machine()}.json"
+    if arguments.tiny:
+        output = output.with_name(f"tiny-{output.name}")
+    more = ["--time-limit", f"{left_s:.0f}"]
+    more += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
+    more += ["--tiny"] if arguments.tiny else []
+    _say(run.name, f"begun after {(time.monotonic() - begun) / 60:.1f} min")
+    result = _run(run.command(output, more), run.name, arguments, end)
+    _say(run.name, result)
+    text = _log(run.name, arguments).read_text()
+    whole = "left:" not in text
+    return result.startswith("ended well") and whole
+
+
+def _run(words: list[str], name: str, arguments: argparse.Namespace, end: float) -> str:
+    """Start a process, wait for it, and say how it went."""
+    begun = time.monotonic()
+    cache = arguments.folder / (f".inductor-{name}" if name in COLD else ".inductor")
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.resolve()))
+    with _log(name, arguments).open("w") as log:
+        try:
+            code = subprocess.run(
+                words,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=max(end - begun, 1.0),
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return "cut off: the time is over"
+    how = "ended well" if code == 0 else f"failed with {code}"
+    return f"{how} after {time.monotonic() - begun:.0f} s"
+
+
+def _log(name: str, arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.folder
+    return folder / f"{name}.log"
+
+
+def _machine() -> str:
+    """The machine in a file's name: h200."""
+    facts = machine_facts(None, "")
+    return facts["name"].split()[-1].lower() if facts["device"] == "cuda" else "cpu"
+
+
+def _after(option: str, words: Sequence[str]) -> Iterator[str]:
+    """The values of an option."""
+    inside = False
+    for word in words:
+        if word.startswith("--"):
+            inside = word == option
+        elif inside:
+            yield word
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {name}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""All benchmarks in one command: what it starts, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run
+
+TABLE = """
+| name | question | command | minutes | results |
+|---|---|---|---|---|
+| `first` | ? | `benchmarks/inside.py --only rn50 'gpt2 bf16' --peers eager compile blocks` | 1 | |
+| `second` | How? | `benchmarks/observe.py` | 2* | no |
+| `setup` | When? | `memfit bench transformers:gpt2 --systems compile` | 3 | no |
+"""
+
+Main = Callable[..., list[list[str]]]
+
+
+class Subprocess:
+    """The module, with another `run`."""
+
+    TimeoutExpired, STDOUT = subprocess.TimeoutExpired, subprocess.STDOUT
+
+    def __init__(self, start: Callable[..., Any]) -> None:
+        self.run = start
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
+    """Runs main with these words; returns the commands that it starts, none of which does much."""
+    (tmp_path / "README.md").write_text(TABLE)
+    monkeypatch.setattr(run, "HERE", tmp_path)
+
+    def main(*words: str, code: int = 0, says: str = "") -> list[list[str]]:
+        commands: list[list[str]] = []
+
+        def start(command: list[str], *, stdout: Any, env: Any, **_: Any) -> Any:
+            stdout.write(says)
+            cache = Path(env["TORCHINDUCTOR_CACHE_DIR"]).name
+            commands.append([*(Path(word).name for word in command[1:]), cache])
+            return argparse.Namespace(returncode=code)
+
+        monkeypatch.setattr(run, "subprocess", Subprocess(start))
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        folder = ["--folder", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["run.py", *words, *folder])
+        run.main()
+        return commands
+
+    return main
+
+
+def test_runs_go_in_the_order_of_the_table(started: Main) -> None:
+    first, second, setup = started("--minutes", "10")
+    assert first[:4] == ["inside.py", "--only", "rn50", "gpt2 bf16"]
+    assert second[:3] == ["observe.py", "-o", "second-cpu.json"]
+    assert second[3] == "--time-limit" and 500 < float(second[4]) < 600
+    assert setup[:4] == ["-m", "memfit", "bench", "transformers:gpt2"] and "--no-charts" in setup
+    assert (first[-1], setup[-1]) == (".inductor", ".inductor-setup")  # it compiles anew
+
+
+def test_some_can_be_chosen_and_tried_out(started: Main) -> None:
+    assert [c[0] for c in started("second", "first")] == ["inside.py", "observe.py"]
+    (tiny,) = started("setup", "second", "--tiny", "--steps", "2")
+    assert {"--tiny", "tiny-second-cpu.json", "--steps"} <= set(tiny)
+
+
+def test_what_needs_no_quiet_goes_first(started: Main) -> None:
+    *before, measured = started("first", "--ahead", "2", "--tests")
+    assert measured[0] == "inside.py"
+    assert sorted(command[:3] for command in before) == sorted(
+        [
+            ["-m", "pytest", "-q"],
+            *(
+                ["ahead.py", workload, peer]
+                for workload in ("rn50", "gpt2 bf16")
+                for peer in ("compile", "blocks")
+            ),
+        ]
+    )
+
+
+def test_a_failure_and_what_is_left_are_said(started: Main) -> None:
+    with pytest.raises(SystemExit, match="not whole: second "):
+        started("second", code=1)
+    with pytest.raises(SystemExit, match="not whole: second "):
+        started("second", says="left:    20 s  a row")
+    with pytest.raises(SystemExit, match="not whole: first, second, setup "):
+        started("--minutes", "0.1")
+
+
+def test_it_can_only_say_what_it_would_run(
+    started: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not started("--list")
+    assert capsys.readouterr().out.splitlines()[1].split() == ["second", "benchmarks/observe.py"]
+    with pytest.raises(SystemExit):
+        started("third")
+    assert "there is no run third: they are first, second, setup" in capsys.readouterr().err
+
+
+def test_compiling_ahead(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import ahead
+
+    monkeypatch.setattr(sys, "argv", ["ahead.py", "encoder@256x128", "eager", "--tiny"])
+    ahead.main()
+    assert "encoder@256x128, eager: compiled in" in capsys.readouterr().err
