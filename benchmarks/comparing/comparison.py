@@ -61,11 +61,9 @@ class Comparison:
         if self.kept.plain is None:
             begun = time.perf_counter()
             executor = self.arguments.executor
+            graphs = self.arguments.cuda_graphs and self.workload.device.type == "cuda"
             made = memfit.profile(
-                self.workload,
-                executor=executor,
-                cuda_graphs=self.arguments.cuda_graphs,
-                progress=say,
+                self.workload, executor=executor, cuda_graphs=graphs, progress=say
             )
             self.rows["profile_s"] = time.perf_counter() - begun
             self._keep(plain=made)

@@ -206,7 +206,7 @@ class StepTimes:
         for _ in range(2):
             graphed()
         peak = measure_peak(self.workload, graphed)
-        self.no_graphs = self._graphs.refused
+        self.no_graphs = self._graphs.refused or self._graphs.as_ever
         if self.no_graphs is not None:
             return None
         return replace(peak, bytes=peak.bytes + self._graphs.hidden_bytes)

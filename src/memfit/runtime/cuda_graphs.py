@@ -36,6 +36,18 @@ from memfit.runtime.random_state import RandomState
 from memfit.workload import unwrap
 
 log = logging.getLogger(__name__)
+_PLAIN = (
+    torch.Tensor,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+)
 _forget_cublas_scratch: Callable[[], None]
 _forget_cublas_scratch = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 
@@ -80,6 +92,7 @@ class CudaGraphs:
         self._modules = list(self.model.modules())
         self.refused: str | None = None  # why the model cannot be captured
         self.no_room = False  # that is why
+        self.as_ever: str | None = None  # why the latest call was not launched as a graph
         self.replays = 0
         self._captured: _Captured | None = None
         self._warm: _Circumstances | None = None  # of a call that ran as ever
@@ -112,13 +125,12 @@ class CudaGraphs:
 
     def _wrap(self, skipped: Callable[[], None], forward: Forward) -> Forward:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.refused is not None or not torch.is_grad_enabled():
-                self._drop()
-                return forward(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
-            now = _Circumstances.of(self._modules, leaves, spec)
-            if now is None:
+            try:
+                now = self._circumstances(leaves, spec)
+            except _CannotBe as reason:
                 self._drop()
+                self.as_ever = str(reason)
                 return forward(*args, **kwargs)
             if self._captured is None and now == self._warm:
                 self._captured = self._capture(forward, leaves, spec, now)
@@ -127,12 +139,21 @@ class CudaGraphs:
                 self._drop()
                 return self._as_ever(forward, args, kwargs, now)
             skipped()
+            self.as_ever = None
             self.replays += 1
             return captured(leaves)
 
         return call
 
+    def _circumstances(self, leaves: Sequence[Any], spec: TreeSpec) -> _Circumstances:
+        if self.refused is not None:
+            raise _CannotBe(self.refused)
+        if not torch.is_grad_enabled():
+            raise _CannotBe("it needs no gradients")
+        return _Circumstances.of(self._modules, leaves, spec)
+
     def _as_ever(self, forward: Forward, args: Any, kwargs: Any, now: _Circumstances) -> Any:
+        self.as_ever = "the first call of its kind"
         before = RandomState.of([_device(self.model)]), random.getstate()
         output = forward(*args, **kwargs)
         after = RandomState.of([_device(self.model)]), random.getstate()
@@ -146,8 +167,9 @@ class CudaGraphs:
         self, forward: Forward, leaves: Sequence[Any], spec: TreeSpec, now: _Circumstances
     ) -> _Captured | None:
         try:
-            return capture(forward, self.model, leaves, spec, now, self._cuda)
-        except RuntimeError as error:
+            with _casting_anew():
+                return capture(forward, self.model, leaves, spec, now, self._cuda)
+        except (RuntimeError, _CannotBe) as error:
             gc.collect()
             self._warm = None
             self.no_room = is_out_of_memory(error)
@@ -162,6 +184,10 @@ class CudaGraphs:
         log.warning("%s is not run as CUDA graphs: %s", type(self.model).__name__, why)
 
 
+class _CannotBe(Exception):
+    """A call that no graph can stand for, and why."""
+
+
 @dataclass(frozen=True)
 class _Circumstances:
     """What a graph holds for: where everything lies, modes, shapes, and torch's settings."""
@@ -174,28 +200,37 @@ class _Circumstances:
     @staticmethod
     def of(
         modules: Sequence[torch.nn.Module], leaves: Sequence[Any], spec: TreeSpec
-    ) -> _Circumstances | None:
+    ) -> _Circumstances:
         """Those of a call of the first of these modules, which has the others inside.
 
-        None where a graph would leave something out.
+        _CannotBe where a graph would leave something out.
         """
-        if torch.is_autocast_enabled("cuda") or torch.is_anomaly_enabled():
-            return None
+        if torch.is_anomaly_enabled():
+            raise _CannotBe("autograd looks for anomalies")
         if torch_modules._has_any_global_hook() or hooks_in_force() is not None:
-            return None
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(type(t) is not torch.Tensor or t.requires_grad for t in tensors):
-            return None
+            raise _CannotBe("there are hooks for all modules, or for saved tensors")
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and (
+                type(leaf) is not torch.Tensor or leaf.requires_grad
+            ):
+                raise _CannotBe("an input needs a gradient, or is of another class of tensors")
+            _check_plain(leaf, "is given")
         model: list[int] = []
         for module in modules:
             if _has_hooks(module) and module is not modules[0]:
-                return None
+                raise _CannotBe(f"a {type(module).__name__} inside has hooks")
             model.append(module.training)
             for parameter in module._parameters.values():
                 if parameter is not None:
                     model += (parameter.data_ptr(), parameter.requires_grad)
             model += (b.data_ptr() for b in module._buffers.values() if b is not None)
         return _Circumstances(spec, tuple(map(_make, leaves)), tuple(model), _settings())
+
+
+def _check_plain(leaf: Any, what: str) -> None:
+    """_CannotBe for a value that may change, or hold tensors, unseen."""
+    if not isinstance(leaf, _PLAIN):
+        raise _CannotBe(f"it {what} a {type(leaf).__name__}")
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -218,6 +253,7 @@ def _settings() -> tuple[Any, ...]:
     cudnn = torch.backends.cudnn
     return (
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         cudnn.enabled,
         cudnn.deterministic,
         cudnn.benchmark,
@@ -331,6 +367,8 @@ def capture(
             output = forward(*args, **kwargs)
         results, found.output_spec = tree_flatten(output)
         del output
+        for result in results:
+            _check_plain(result, "returns")
         tensors = [r for r in results if isinstance(r, torch.Tensor)]
         found.tangents = [torch.empty_like(t) if t.requires_grad else None for t in tensors]
         with cuda.recording(found.backward, pool):
@@ -348,6 +386,17 @@ def capture(
     gc.collect()
     found.hidden_bytes = cuda.hidden_bytes(device)
     return found
+
+
+@contextmanager
+def _casting_anew() -> Iterator[None]:
+    """No copies of weights from before: autocast keeps them, a graph must make them every time."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -292,6 +293,7 @@ def test_hooks_of_inner_modules_are_called() -> None:
         twins.backward(batch_of(seed))
     assert len(calls) == 3
     assert not twins.cuda.captures
+    assert twins.graphs.as_ever == "a Linear inside has hooks"
 
 
 def test_hooks_of_parameters_are_called() -> None:
@@ -349,7 +351,45 @@ def test_an_output_without_gradient_and_other_values_come_back() -> None:
             assert output["note"] == "as it is" and output["nothing"] is None
             output["y"].sum().backward()
         model(torch.zeros(2, 4), times=3)  # another number is another forward
-    assert graphs.replays == 2
+        assert graphs.replays == 2 and graphs.as_ever == "the first call of its kind"
+        model(torch.zeros(2, 4), times=np.int64(3))
+        assert graphs.as_ever == "it is given a int64"
+
+
+class Held:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_an_output_that_may_hold_tensors_is_not_captured() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Held]:
+            y = self.layer(x)
+            return y, Held(y)
+
+    model = Wrapped()
+    graphs = CudaGraphs(model, OnCpu(model))
+    with graphs.at_work(lambda: None):
+        for _ in range(3):
+            output, held = model(torch.randn(2, 4))
+            assert held.tensor is output
+    assert graphs.refused == "it returns a Held"
+
+
+def test_autocast_casts_in_every_step() -> None:
+    twins = Twins()
+    for seed in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            plain, loss = twins.backward(batch_of(seed))
+        assert torch.equal(plain, loss)
+        twins.check()
+        twins.step()
+    assert twins.graphs.replays == 3
+    assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
