@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memfit.capture import seconds
 from memfit.capture.profile import profile_workload
 from memfit.ir.plan import Plan
 from memfit.planning.make_plan import Goal, make_plan
@@ -424,3 +425,50 @@ def _trained(model: nn.Module, plan: Plan) -> Any:
     applied.release()
     assert applied.hidden_bytes == 0
     return losses, [p.detach() for p in model.parameters()], list(model.buffers())
+
+
+@pytest.fixture
+def as_if_on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[OnCpu]:
+    """Profiles of this CPU capture steps, by stand-ins that are listed here."""
+    made: list[OnCpu] = []
+
+    def graphs(model: nn.Module) -> CudaGraphs:
+        made.append(OnCpu(model))
+        return CudaGraphs(model, made[-1])
+
+    monkeypatch.setattr(seconds, "CudaGraphs", graphs)
+    monkeypatch.setattr(seconds.StepTimes, "_why_no_graphs", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return made
+
+
+def _workload(**options: Any) -> Workload:
+    torch.manual_seed(0)
+    model = ConvNet(**options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return Workload(model, loss_of, optimizer, batch_of(0))
+
+
+@pytest.mark.parametrize(
+    ("host_s", "launched"), [(0.5, False), (0.95, True)], ids=["ahead", "held up"]
+)
+def test_a_profile_finds_out_who_waits_for_whom(
+    as_if_on_cuda: list[OnCpu], monkeypatch: pytest.MonkeyPatch, host_s: float, launched: bool
+) -> None:
+    monkeypatch.setattr(seconds, "host_and_step_seconds", lambda step, device: (host_s, 1.0))
+    workload = _workload()
+    before = [p.clone() for p in workload.model.parameters()]
+    profile = profile_workload(workload, executor="module", cuda_graphs=None)
+    assert profile.cuda_graphs == launched
+    # The peak, the plain step's seconds, those with everything recomputed: two graphs each.
+    assert as_if_on_cuda[0].captures == (6 if launched else 0)
+    assert not any("CUDA graphs" in note for note in profile.notes)
+    for one, other in zip(before, workload.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_profile_says_why_a_step_is_not_captured(as_if_on_cuda: list[OnCpu]) -> None:
+    profile = profile_workload(_workload(dropout=0.5), executor="module", cuda_graphs=True)
+    assert not profile.cuda_graphs
+    why = "not launched as CUDA graphs: its forward draws random numbers"
+    assert why in profile.notes
