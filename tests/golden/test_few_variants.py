@@ -82,3 +82,24 @@ def test_after_learning_a_plan_is_made_of_variants_that_ran(profile: Profile) ->
     assert kept(again) <= kept(ran)
     assert again.predicted.reserved_bytes <= less.budget_bytes
     assert again.predicted.step_s <= 1.01 * free.predicted.step_s
+
+
+def test_a_plan_that_ran_and_holds_is_not_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To search for one that the allocator places well took seconds after every lesson."""
+    measured = Profile.load(PROFILE.with_name("gpt2_large_set_up.profile.json.gz"))
+    goal = Goal(budget_bytes=16 * 10**9)
+    ran = make_plan(measured, goal)
+    seen = learned(measured, ran, 0.9)
+    free = make_plan(seen, goal)
+
+    def searches(*_: object) -> None:
+        raise AssertionError("a search that changes nothing")
+
+    monkeypatch.setattr("memfit.planning.make_plan.well_placed", searches)
+    again = make_plan(seen, goal, known=ran)
+    assert kept(again) == kept(ran)
+    assert again.predicted.reserved_bytes <= goal.budget_bytes
+    assert again.predicted.step_s <= 1.01 * free.predicted.step_s
+    assert again.predicted.lower_bound_s == free.predicted.lower_bound_s

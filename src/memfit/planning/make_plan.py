@@ -92,7 +92,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if goal.max_slowdown is not None:
         limit_s = (goal.max_slowdown - 1) * profile.step_s
     target = None if budget is None else budget - goal.margin_bytes
-    choice = _fastest(simulator, goal, target, limit_s)
+    choice = _fastest(simulator, goal, target, limit_s, known)
     fits = choice is not None and holds(simulator, choice, target)
     smallest = _smallest(simulator, goal.host_bytes, thorough=not fits)
     minimum = smallest.acts
@@ -108,7 +108,8 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         if target is not None and _both(simulator):
             choice = made_faster(simulator, choice, _request(simulator, goal, target, limit_s))
     if known is not None:
-        choice = _known_or(simulator, known, choice, _request(simulator, goal, target, limit_s))
+        request = _request(simulator, goal, target, limit_s)
+        choice = _ran(simulator, known, choice, request, seconds(simulator, choice)) or choice
     _check_host(simulator, goal, choice, budget)
     extra_s = seconds(simulator, choice) - profile.step_s
     if extra_s > limit_s * (1 + 1e-9):
@@ -156,24 +157,28 @@ def _page(simulator: Simulator) -> int:
     return 0 if simulator.profile.allocator is None else LARGE_PAGE
 
 
-def _known_or(simulator: Simulator, known: Plan, found: Choice, request: Request) -> Choice:
-    """The plan that ran, or one of variants that ran, if it holds and `found` is hardly faster."""
-    enough_s = (1 + WORTH_A_CHANGE) * seconds(simulator, found)
-    again = replace(found, acts=read_acts(simulator, known), trim=known.trim)
+def _ran(
+    simulator: Simulator, known: Plan, like: Choice, request: Request, best_s: float
+) -> Choice | None:
+    """The plan that ran, or one of variants that ran, if it holds and hardly takes longer than
+    `best_s`; what is said of a choice `like` it holds for it, too."""
+    enough_s = (1 + WORTH_A_CHANGE) * best_s
+    again = replace(like, acts=read_acts(simulator, known), trim=known.trim)
     if holds(simulator, again, request.budget) and seconds(simulator, again) <= enough_s:
         return again
     if request.budget is None or not _is_compiled(simulator, known.strategy):
-        return found
-    measured = with_measured_variants(simulator, request, found)
-    if measured is not None and seconds(simulator, measured) <= enough_s:
-        return measured
-    return found
+        return None
+    measured = with_measured_variants(simulator, request, like)
+    good = measured is not None and seconds(simulator, measured) <= enough_s
+    return measured if good else None
 
 
-def _fastest(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
+def _fastest(
+    simulator: Simulator, goal: Goal, target: int | None, limit_s: float, known: Plan | None
+) -> Choice | None:
     """What the goal's strategy finds; if that may do more than one thing, the best of all ways."""
     if goal.strategy != "optimal" or target is None or not _both(simulator):
-        return _choose(simulator, goal, target, limit_s)
+        return _choose(simulator, goal, target, limit_s, known)
 
     def choose(simulator: Simulator, strategy: str, share: float) -> Choice | None:
         less = replace(goal, strategy=strategy, time_limit_s=share * goal.time_limit_s)
@@ -187,13 +192,27 @@ def _both(simulator: Simulator) -> bool:
     return simulator.recompute and simulator.copy is not None
 
 
-def _choose(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Choice | None:
-    """Ask the strategy; where the allocator's placement matters for less, or to trim."""
+def _choose(
+    simulator: Simulator,
+    goal: Goal,
+    target: int | None,
+    limit_s: float,
+    known: Plan | None = None,
+) -> Choice | None:
+    """Ask the strategy; where the allocator's placement matters for less, or to trim.
+
+    What `known` has that ran is taken at once where it would be whatever the search ended with.
+    """
     strategy = STRATEGIES[goal.strategy]
     request = _request(simulator, goal, target, limit_s)
     first = strategy(simulator, request)
     if first is None or target is None:
         return first
+    if known is not None and first.note is None:
+        least_s = simulator.profile.step_s + first.lower_bound_s
+        ran = _ran(simulator, known, first, request, least_s)
+        if ran is not None:
+            return ran
     if holds(simulator, first, target):
         return _compilable(simulator, request, first, goal.strategy)
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
