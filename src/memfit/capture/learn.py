@@ -23,7 +23,7 @@ from memfit.ir.plan import Plan, SegmentPlan
 from memfit.ir.profile import Measurements, Profile
 from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
-from memfit.measure.timing import Inside, time_apart, time_interleaved
+from memfit.measure.timing import STEADY, Inside, time_apart, time_interleaved
 from memfit.runtime.apply import Applied, adjusted, plan_code, plan_engine
 from memfit.runtime.calls import Direct, Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
@@ -31,7 +31,7 @@ from memfit.runtime.setup import Setup
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
-ROUNDS = 7
+ROUNDS = 7  # where times vary
 # How far off reckoned seconds usually are, as a share of themselves: a measurement less certain
 # than that changes little.
 USUAL_ERROR = 0.5
@@ -106,16 +106,16 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
         "planned": Inside(lambda: planned, step),
         "unplanned": Inside(lambda: unplanned, step),
     }
-    how: dict[str, Any] = {"rounds": ROUNDS, "warmup": 3, "limit_s": 20}
+    how: dict[str, Any] = {"rounds": ROUNDS, "limit_s": 20, "steady": STEADY}
     if plan.cuda_graphs:
 
         def release() -> None:
             planned.release()
             unplanned.release()
 
-        times = time_apart(works, workload.device, release, **how)
+        times = time_apart(works, workload.device, release, warmup=3, **how)
     else:
-        times = time_interleaved(works, workload.device, **how | {"warmup": 2})
+        times = time_interleaved(works, workload.device, **how)
     with_plan, without = times["planned"], times["unplanned"]
     reckoned_s = profile.accumulate * sum(
         s.recompute_s for s in plan.segments if s.decision == "partial"
@@ -124,7 +124,8 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     whole_s = max(plan.predicted.step_s - plan.baseline_step_s - reckoned_s - trim_s, 0.0)
     measured_s = with_plan.median_s - without.median_s - whole_s
     # A median of n samples is off by about 1.25 deviations / sqrt(n); spreads are 0.67 of one.
-    error_s = 1.9 * math.hypot(with_plan.spread_s, without.spread_s) / math.sqrt(ROUNDS)
+    rounds = len(without.samples)
+    error_s = 1.9 * math.hypot(with_plan.spread_s, without.spread_s) / math.sqrt(rounds)
     return weighed(reckoned_s, measured_s, error_s)
 
 

@@ -26,6 +26,7 @@ from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.step import drop_gradients, explained_errors, is_out_of_memory, run_step
 from memfit.measure.timing import (
+    STEADY,
     Clock,
     Inside,
     host_and_step_seconds,
@@ -90,16 +91,17 @@ class StepTimes:
             works = {"plain": self._plain_step(), **works}
             if self.workload.device.type == "cuda":
                 works["half"] = self._recomputed_step(every=2)
+        how: dict[str, Any] = {"rounds": rounds, "limit_s": 30, "steady": STEADY}
         if self.graphed_peak is None:
-            timings = time_interleaved(works, self.workload.device, rounds=rounds, limit_s=30)
+            timings = time_interleaved(works, self.workload.device, **how)
         else:  # two would have their memory at once
             between = self._graphs.release
-            timings = time_apart(works, self.workload.device, between, rounds=rounds, warmup=3)
+            timings = time_apart(works, self.workload.device, between, warmup=3, **how)
         whole = {name: timing.median_s for name, timing in timings.items()}
         if self.workload.device.type == "cuda":
             # By itself: pages given back in one step are missed in the next.
             works = {"trimmed": self._recomputed_step(trim=True)}
-            trimmed = time_interleaved(works, self.workload.device, rounds=3, warmup=2)
+            trimmed = time_interleaved(works, self.workload.device, rounds=3)
             whole["trimmed"] = trimmed["trimmed"].median_s
         plain, recomputed = [], []
         for _ in range(min(3, rounds)):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+STEADY = 0.005  # times that lie so near to each other, as a share of them, are certain enough
 # For how long the device is kept busy, at 1 to 2 a nanosecond: longer when that was too short.
 _BUSY_CYCLES = (2_000_000, 20_000_000)
 _HOST_WARMUP, _HOST_ROUNDS = 3, 5
@@ -88,8 +89,13 @@ def time_interleaved(
     rounds: int,
     warmup: int = 1,
     limit_s: float = 60.0,
+    steady: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time each work once a round, in turn; stop early after `limit_s` and three rounds."""
+    """Time each work once a round, in turn, in three rounds or more.
+
+    Stop early after `limit_s`, and where the seconds of each work lie within the share `steady` of
+    their median: more rounds would tell the same.
+    """
     clock = Clock(device)
     samples: dict[str, list[float]] = {name: [] for name in works}
     begun = time.perf_counter()
@@ -104,9 +110,17 @@ def time_interleaved(
                 clock.settle()
             if number >= warmup:
                 samples[name].append(clock.seconds(start, stop))
-        if number >= warmup + 2 and time.perf_counter() - begun > limit_s:
+        if number < warmup + 2:
+            continue
+        if time.perf_counter() - begun > limit_s:
+            break
+        if steady and all(_within(steady, times) for times in samples.values()):
             break
     return {name: summarise(times) for name, times in samples.items()}
+
+
+def _within(share: float, times: list[float]) -> bool:
+    return max(times) - min(times) <= share * statistics.median(times)
 
 
 def time_apart(

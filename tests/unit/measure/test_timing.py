@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -51,6 +51,28 @@ def test_entering_and_leaving_a_context_is_not_timed() -> None:
 def test_a_limit_stops_after_three_rounds() -> None:
     rounds = time_interleaved({"a": lambda: time.sleep(0.002)}, CPU, rounds=50, limit_s=0.0)
     assert len(rounds["a"].samples) == 3
+
+
+def test_times_that_do_not_vary_are_not_taken_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("memfit.measure.timing.time.perf_counter", lambda: now)
+
+    def taking(*seconds: float) -> Callable[[], None]:
+        left = iter(seconds)
+
+        def work() -> None:
+            nonlocal now
+            now += next(left)
+
+        return work
+
+    works = {"a": taking(9.0, 1.0, 1.004, 1.002, 1.0), "b": taking(9.0, 2.0, 2.0, 2.0)}
+    steady = time_interleaved(works, CPU, rounds=7, steady=0.005)
+    assert [t.median_s for t in steady.values()] == pytest.approx([1.002, 2.0])
+    assert {len(t.samples) for t in steady.values()} == {3}
+    works = {"a": taking(9.0, 1.0, 1.006, 1.0, 1.0), "b": taking(9.0, 2.0, 2.0, 2.0, 2.0)}
+    varying = time_interleaved(works, CPU, rounds=4, steady=0.005)
+    assert {len(t.samples) for t in varying.values()} == {4}
 
 
 def test_median_and_spread() -> None:
