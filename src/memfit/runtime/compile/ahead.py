@@ -31,19 +31,23 @@ from memfit.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-ASKED = "MEMFIT_COMPILE_WORKERS"  # an environment variable: none unless it says how many
+ASKED = "MEMFIT_COMPILE_WORKERS"  # an environment variable: how many, 0 for none
+FEWEST_CORES = 4  # for workers that nobody asked for
 MOST_WORKERS = 8  # each may come to some hundred MB of host memory of its own
 LIMIT_S = 180  # for one that hangs: threads of this process may hold locks when it is forked
-_KERNELS_AT_ONCE = 4
+_KERNELS_AT_ONCE = 8
 _TEXT_CHARACTERS = 200
 
 _failed = False  # whether a worker of this process failed: there are no more after that
 
 
 def worker_count() -> int:
-    """How many workers may run at once here; 0 where segments are compiled in this process."""
-    asked = os.environ.get(ASKED, "").strip() or "0"
-    if not asked.isdecimal():
+    """How many workers may run at once here; 0 where segments are compiled in this process.
+
+    As many as were asked for; where nobody asked, some for a process that uses a GPU.
+    """
+    asked = os.environ.get(ASKED, "").strip()
+    if asked and not asked.isdecimal():
         raise UsageError(
             f"{ASKED} is {asked!r}, no count of processes", hint=f"try {ASKED}={MOST_WORKERS}"
         )
@@ -51,7 +55,9 @@ def worker_count() -> int:
         return 0
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return 0  # its threads and pinned buffers do not care for forks
-    return min(int(asked), len(os.sched_getaffinity(0)) - 1, MOST_WORKERS)
+    cores = len(os.sched_getaffinity(0))
+    usual = MOST_WORKERS if torch.cuda.is_initialized() and cores >= FEWEST_CORES else 0
+    return min(int(asked) if asked else usual, cores - 1, MOST_WORKERS)
 
 
 def give_up(reason: str) -> None:

@@ -115,7 +115,7 @@ def test_workers_are_as_many_as_asked_for_and_cores_there_are(
     monkeypatch.setattr(ahead, "_failed", False)
     monkeypatch.delenv(ahead.ASKED, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert ahead.worker_count() == 0
+    assert ahead.worker_count() == 0, "on the CPU each process has threads for all cores already"
     monkeypatch.setenv(ahead.ASKED, "3")
     assert ahead.worker_count() == 3
     monkeypatch.setenv(ahead.ASKED, "50")
@@ -126,6 +126,21 @@ def test_workers_are_as_many_as_asked_for_and_cores_there_are(
     monkeypatch.setenv(ahead.ASKED, "many")
     with pytest.raises(UsageError, match="MEMFIT_COMPILE_WORKERS is 'many'"):
         ahead.worker_count()
+
+
+def test_a_process_with_a_gpu_and_some_cores_has_workers_unless_none_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "_failed", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv(ahead.ASKED, raising=False)
+    counts = {}
+    for cores in (2, 3, 4, 16):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, n=cores: set(range(n)))
+        counts[cores] = ahead.worker_count()
+    assert counts == {2: 0, 3: 0, 4: 3, 16: ahead.MOST_WORKERS}
+    monkeypatch.setenv(ahead.ASKED, "0")
+    assert ahead.worker_count() == 0
 
 
 def test_a_worker_that_fails_is_said_once_and_is_the_last(
@@ -206,7 +221,7 @@ def test_kernels_are_compiled_side_by_side_and_never_loaded(
             (tmp_path / self.name).write_text(str(os.getpid()))
 
     def compile_half(*_: Any, **__: Any) -> None:
-        for number in range(6):
+        for number in range(12):
             AsyncCompile().triton(f"kernel_{number}", "source", device_str="cuda")
 
     load = "_load_triton_kernel_from_source"
@@ -215,4 +230,4 @@ def test_kernels_are_compiled_side_by_side_and_never_loaded(
     _traced_ahead(segments, Squares())
     assert ahead._failed is fails and ("no such kernel" in caplog.text) is fails
     processes = {path.read_text() for path in tmp_path.iterdir()}
-    assert len(processes) == (0 if fails else 6) and str(os.getpid()) not in processes
+    assert len(processes) == (0 if fails else 12) and str(os.getpid()) not in processes
