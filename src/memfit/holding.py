@@ -97,22 +97,27 @@ def _planned(
     say(f"planning (round {number})")
     made = make_plan(profile, goal)
     for _ in range(MAX_LESSONS):
-        say(f"running what was chosen (round {number})")
-        learned = learn_from(workload, profile, made, goal, setup)
+        learned = learn_from(workload, profile, made, goal, setup, say)
         if learned is None:
             break
         profile = learned
+        say(f"planning again (round {number})")
         made = make_plan(profile, goal, known=made)
     return profile, made
 
 
 def learn_from(
-    workload: Workload, profile: Profile, plan: Plan, goal: Goal, setup: Setup | None = None
+    workload: Workload,
+    profile: Profile,
+    plan: Plan,
+    goal: Goal,
+    setup: Setup | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
     """The profile with what the plan's variants show or, when these are known, others that may
     serve better; None when there is nothing left to learn."""
-    learned = learn_variants(workload, profile, plan, setup)
+    learned = learn_variants(workload, profile, plan, setup, say)
     if learned is not None:
         return learned
     lesson = untried(profile, plan, goal)
-    return None if lesson is None else learn_variants(workload, profile, lesson, setup)
+    return None if lesson is None else learn_variants(workload, profile, lesson, setup, say)

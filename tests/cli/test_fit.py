@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,8 @@ def test_what_the_workload_prints_does_not_mix_with_the_json(memfit, workload_fi
 
 def test_verbose_tells_what_is_done_on_stderr(memfit, workload_file):
     result = memfit("fit", workload_file(), "--budget", "1MiB", "--steps", "1", "-v")
-    assert "INFO: timing steps" in result.stderr
+    assert "INFO: timing steps\n" in result.stderr
+    assert re.search(r"INFO: timing steps took \d+\.\d s\n", result.stderr)
     assert "INFO" not in result.stdout
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -131,6 +132,8 @@ class _Run:
 def main(words: list[str], *, forked: bool = False) -> None:
     """Run the cell of the first file and write what became of it to the second."""
     _end_with_parent()
+    logging.basicConfig(format="%(relativeCreated)d ms: %(message)s")  # to the log of this cell
+    logging.getLogger("memfit").setLevel(logging.INFO)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     spec = from_data(CellSpec, json.loads(Path(words[0]).read_text(encoding="utf-8")))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,22 +39,30 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
 
 
 def learn_variants(
-    workload: Workload, profile: Profile, plan: Plan, setup: Setup | None = None
+    workload: Workload,
+    profile: Profile,
+    plan: Plan,
+    setup: Setup | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Profile | None:
     """The profile with what the plan's variants showed; None when there is nothing new in them.
 
-    A `setup` is at work meanwhile.
+    A `setup` is at work meanwhile; what goes on is told to `say`.
     """
     plan = plan.resident()  # copies are known already: this is about variants
     chosen = _chosen(profile, plan)
     if not chosen:
         return None
+    say("putting the state aside")
     try:
         with untouched(workload), setup or nullcontext():
+            say("compiling what was chosen")
             if len(chosen) > 1:
                 _compile_ahead(workload, plan)
-            seen = _recorded(workload, profile, plan, chosen)
+            seen = _recorded(workload, profile, plan, chosen, say)
+            say("timing what was chosen")
             ratio = _seconds_ratio(workload, profile, plan)
+            say("putting the state back")
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -164,6 +172,7 @@ def _recorded(
     profile: Profile,
     plan: Plan,
     chosen: dict[tuple[int, tuple[int, ...]], SegmentPlan],
+    say: Callable[[str], None],
 ) -> dict[tuple[int, tuple[int, ...]], Variant]:
     """Each chosen variant with the memory it took in one recorded step."""
     code = plan_code(plan)
@@ -174,6 +183,7 @@ def _recorded(
         stack.enter_context(routed(workload.model, route, engine, code))
         for _ in range(2):  # the first compiles
             run_step(workload)
+            say("recording what was chosen")
         stack.enter_context(watched(compiled_segments(plan.executor), engine))
         events = record(lambda: run_step(workload), workload.device)
     index = {segment.name: i for i, segment in enumerate(plan.segments)}

@@ -59,6 +59,7 @@ def profile_workload(
     say("measuring copies to the host")
     copy = swap_rates(workload.device)
     switched = switch_notes(workload.model)
+    say("putting the state aside")
     with untouched(workload), setup or nullcontext():
         say("finding segments")
         if turned is None:
@@ -89,6 +90,7 @@ def profile_workload(
             say("timing segments")
             times = StepTimes(workload, captured, graph, accumulate, graphs)
             seconds = times.measure(rounds)
+        say("putting the state back")
         peak = times.plain_peak
         if peak is not None and times.graphed_peak is not None:
             graph, allocator = _beside_graphs(graph, allocator, peak, times.graphed_peak)

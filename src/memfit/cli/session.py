@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any, NoReturn, TextIO
@@ -32,10 +33,14 @@ class Session:
         self._console = Console(file=stdout, width=_width(stdout), highlight=False)
         self._stderr = Console(stderr=True, highlight=False)
         self._status: Status | None = None
+        self._doing: str | None = None
+        self._begun = 0.0
 
     def progress(self, text: str) -> None:
         """Show what is being done, on a terminal; the next call replaces it."""
+        self._log_seconds()
         logging.getLogger(__name__).info(text)
+        self._doing, self._begun = text, time.perf_counter()
         if not self._stderr.is_terminal:
             return
         if self._status is None:
@@ -80,9 +85,17 @@ class Session:
 
     def quiet(self) -> None:
         """Take the progress line off the terminal."""
+        self._log_seconds()
         if self._status is not None:
             self._status.stop()
             self._status = None
+
+    def _log_seconds(self) -> None:
+        """Tell how long took what is done now."""
+        if self._doing is not None:
+            seconds = time.perf_counter() - self._begun
+            logging.getLogger(__name__).info("%s took %.1f s", self._doing, seconds)
+        self._doing = None
 
     def _write(self, text: str) -> None:
         try:

@@ -288,7 +288,8 @@ def test_progress_is_told(zoo: SimpleNamespace) -> None:
     say: Callable[[str], None] = told.append
     profile_workload(zoo.workload(zoo.Stack), rounds=1, progress=say)
     assert told[0] == "measuring copies to the host"
-    assert "finding segments" in told
+    assert told.index("putting the state aside") < told.index("finding segments")
+    assert told[-1] == "putting the state back"
     assert "recording memory" in told
 
 

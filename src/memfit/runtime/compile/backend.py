@@ -7,7 +7,9 @@ release means one file to mend.
 from __future__ import annotations
 
 import itertools
+import logging
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by
 from memfit.runtime.compile.read_back import wait_before_reading_back
 from memfit.runtime.random_state import RandomState
 
+log = logging.getLogger(__name__)
 _UNLIMITED = 1_000_000
 _TEXT_CHARACTERS = 160
 # A module whose code reads a number that changes (a step count) is compiled at every call.
@@ -154,11 +157,12 @@ class Program:
     def _compile(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if not self._settled:
             raise _Unsettled
-        compilation = _Compilation(self)
+        compilation, begun = _Compilation(self), time.perf_counter()
         fused = self.segments.executor == "inductor"
         settings = _AOT_SETTINGS if fused else _GRAPH_SETTINGS
         with functorch_config.patch(_known(settings, functorch_config)):
             compiled = (_with_inductor if fused else _as_traced)(module, inputs, compilation)
+        compilation.log_seconds(time.perf_counter() - begun)
         self.segments.compilations += 1
         self._refuse_endless(compilation.key)
         return compiled
@@ -179,6 +183,7 @@ class _Compilation:
         self.segments, self.kind, self.choice = program.segments, program.kind, program.choice
         self.key: str | None = None  # known once the graph is cut; none without gradients
         self.pair: partition.Pair | None = None
+        self.code_s = 0.0  # for which inductor compiled, or looked for code that is on disk
         self._planned_names: dict[str, str] = {}  # of chosen nodes that have other names here
 
     def cut(
@@ -267,6 +272,16 @@ class _Compilation:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def log_seconds(self, seconds: float) -> None:
+        """Tell how long compiling took, dynamo's part left out."""
+        choice = self.choice
+        what = "unplanned" if choice.saved is None else f"keeping {len(choice.saved)} tensors"
+        log.info(
+            "compiled %s, %s%s: %.1f s, %.1f s of these for code",
+            *(self.kind, what, ", operators one by one" if choice.plain else ""),
+            *(seconds, self.code_s),
+        )
+
     def _measure(self, args: Sequence[Any]) -> None:
         assert self.pair is not None and self.key is not None
         devices = {a.device for a in args if isinstance(a, torch.Tensor)}
@@ -343,9 +358,10 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
         if plain and workers.worker is None:
             compiled = _boxed(half)
         else:
-            misses = _cache_misses()
+            misses, begun = _cache_misses(), time.perf_counter()
             with wait_before_reading_back():
                 compiled = compile_fx_inner(half, inputs, **options)
+            compilation.code_s += time.perf_counter() - begun
             if work in segments.made_ahead and _cache_misses() > misses:
                 give_up(f"torch's cache has not got what others made for {compilation.kind}")
         if not backward:

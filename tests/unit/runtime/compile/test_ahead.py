@@ -109,6 +109,22 @@ def test_code_of_workers_is_found_and_is_that_of_one_process(segments: CompiledS
         assert all(map(torch.equal, a, b))
 
 
+def test_the_log_tells_what_was_compiled_and_how_long_it_took(
+    segments: CompiledSegments, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Squares()
+    with caplog.at_level(logging.INFO):
+        key = _traced(segments, module)
+        _step(segments, module)
+        kept = least_saved(segments.graphs[key])
+        _step(segments, module, key=key, saved=kept)
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert first.startswith("compiled Squares, unplanned, operators one by one: ")
+    assert first.endswith(" 0.0 s of these for code")
+    assert second.startswith("compiled Squares, unplanned: ")
+    assert third.startswith(f"compiled Squares, keeping {len(kept)} tensors: ")
+
+
 def test_workers_are_as_many_as_asked_for_and_cores_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
