@@ -15,7 +15,7 @@ from memfit.capture.copied import with_copies
 from memfit.capture.find import find_segments
 from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
-from memfit.capture.usual import usual_executor
+from memfit.capture.usual import surely_compiled, usual_executor
 from memfit.errors import DeviceMemoryError
 from memfit.ir.profile import AllocatorStart, Baseline, Profile
 from memfit.ir.step_graph import StepGraph
@@ -25,6 +25,7 @@ from memfit.measure.memory import Peak, static_bytes
 from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
 from memfit.runtime.apply import refuse_planned
+from memfit.runtime.compile.ahead import wake_inductor
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.layout import channels_last, prefers_channels_last
 from memfit.runtime.setup import Setup
@@ -56,6 +57,8 @@ def profile_workload(
     say = progress or (lambda text: None)
     refuse_compiled(workload.model)
     refuse_planned(workload.model)
+    if surely_compiled(workload, executor):
+        wake_inductor()
     say("measuring copies to the host")
     copy = swap_rates(workload.device)
     switched = switch_notes(workload.model)

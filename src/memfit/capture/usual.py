@@ -12,7 +12,7 @@ from functools import partial
 
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step
 from memfit.measure.timing import host_and_step_seconds
-from memfit.runtime.layout import channels_last
+from memfit.runtime.layout import channels_last, has_mostly_convolutions
 from memfit.runtime.random_state import RandomState
 from memfit.workload import Workload
 
@@ -31,6 +31,14 @@ def usual_executor(workload: Workload, *, convolutions: bool, cuda_graphs: bool)
     layers_are_quicker = is_launch_bound(workload)
     draws = not before.same_as(RandomState.of([workload.device]))
     return "module" if layers_are_quicker and (draws or not cuda_graphs) else "inductor"
+
+
+def surely_compiled(workload: Workload, executor: str | None) -> bool:
+    """Whether a step will be compiled for a GPU, as far as that is known before it ran."""
+    if workload.device.type != "cuda":
+        return False
+    usual = executor is None and not has_mostly_convolutions(workload.model)
+    return usual or executor == "inductor"
 
 
 def is_launch_bound(workload: Workload) -> bool:

@@ -25,9 +25,7 @@ _DIMENSIONS = 4
 def prefers_channels_last(workload: Workload) -> bool:
     """Whether most of the model's weights that are applied to tensors are plain convolutions, and
     its code can work on images in that layout: some asks for views that there are none of then."""
-    modules = list(workload.model.modules())
-    plain = [m for m in modules if isinstance(m, nn.Conv2d) and m.groups == 1]
-    if len(plain) <= sum(isinstance(m, nn.Linear) for m in modules):
+    if not has_mostly_convolutions(workload.model):
         return False
     try:
         with channels_last(workload.model, True), torch.no_grad():
@@ -37,6 +35,13 @@ def prefers_channels_last(workload: Workload) -> bool:
             raise
         return False
     return True
+
+
+def has_mostly_convolutions(model: nn.Module) -> bool:
+    """Whether the model has more plain convolutions than linear layers."""
+    modules = list(model.modules())
+    plain = [m for m in modules if isinstance(m, nn.Conv2d) and m.groups == 1]
+    return len(plain) > sum(isinstance(m, nn.Linear) for m in modules)
 
 
 @contextmanager

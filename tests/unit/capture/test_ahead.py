@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch._inductor import async_compile
 
 import memfit
 from memfit.capture import captured
 from memfit.capture.find import find_segments
 from memfit.capture.learn import learn_variants
+from memfit.capture.usual import surely_compiled
 from memfit.ir.profile import Profile
 from memfit.measure.step import untouched
 from memfit.planning.make_plan import Goal, make_plan
@@ -40,6 +45,34 @@ def test_operators_are_timed_when_the_workers_of_capture_have_ended(
     for graph in found.graphs:
         assert sum(node.seconds for node in graph.nodes) > 0
     segments.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "executor", "layers", "compiled"),
+    [
+        ("cuda", None, nn.Linear, True),
+        ("cuda", None, nn.Conv2d, False),  # timed first: its layers may be faster
+        ("cuda", "inductor", nn.Conv2d, True),
+        ("cuda", "graph", nn.Linear, False),
+        ("cpu", "inductor", nn.Linear, False),
+    ],
+)
+def test_inductor_is_woken_where_it_is_sure_to_compile_for_a_gpu(
+    device: str, executor: str | None, layers: Any, compiled: bool
+) -> None:
+    model = nn.Sequential(layers(4, 4, 1), layers(4, 4, 1))
+    workload: Any = SimpleNamespace(device=torch.device(device), model=model)
+    assert surely_compiled(workload, executor) is compiled
+
+
+def test_inductor_can_be_woken_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken: list[int] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: woken.append(1))
+    ahead.wake_inductor()
+    ahead.wake_inductor()
+    assert woken == [1, 1]
+    monkeypatch.delattr(async_compile, "maybe_warm_pool")
+    ahead.wake_inductor()
 
 
 def test_a_forward_ahead_of_a_plans_first_run_changes_nothing(

@@ -60,6 +60,16 @@ def worker_count() -> int:
     return min(int(asked) if asked else usual, cores - 1, MOST_WORKERS)
 
 
+def wake_inductor() -> None:
+    """Have inductor start its own processes for kernels, which take seconds to come up.
+
+    It does so when it compiles first, and compiles kernels one by one until they are there.
+    """
+    from torch._inductor import async_compile  # takes seconds as well
+
+    getattr(async_compile, "maybe_warm_pool", lambda: None)()  # not in all releases
+
+
 def give_up(reason: str) -> None:
     """Have no more workers in this process, and say why."""
     global _failed
