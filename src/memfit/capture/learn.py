@@ -55,7 +55,8 @@ def learn_variants(
         return None
     say("putting the state aside")
     try:
-        with untouched(workload), setup or nullcontext():
+        # What is recorded is each variant's own memory, whatever lies beside it.
+        with untouched(workload, unmeasured=True), setup or nullcontext():
             say("compiling what was chosen")
             if len(chosen) > 1:
                 _compile_ahead(workload, plan)
@@ -181,9 +182,9 @@ def _recorded(
     with ExitStack() as stack:
         stack.enter_context(adjusted(workload.model, plan))
         stack.enter_context(routed(workload.model, route, engine, code))
-        for _ in range(2):  # the first compiles
-            run_step(workload)
-            say("recording what was chosen")
+        run_step(workload)  # compiles
+        say("recording what was chosen")
+        run_step(workload)
         stack.enter_context(watched(compiled_segments(plan.executor), engine))
         events = record(lambda: run_step(workload), workload.device)
     index = {segment.name: i for i, segment in enumerate(plan.segments)}

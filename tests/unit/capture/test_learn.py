@@ -32,8 +32,11 @@ def test_what_ran_is_what_was_reckoned_from_the_graph(workload: memfit.Workload)
     simulator = Simulator(profile, techniques=("recompute",))
     static, peak = profile.graph.fixed_bytes, simulator.peak_bytes([])
     plan = make_plan(profile, Goal(budget_bytes=int(static + 0.5 * (peak - static))))
-    learned = learn_variants(workload, profile, plan)
+    told: list[str] = []
+    learned = learn_variants(workload, profile, plan, say=told.append)
     assert learned is not None
+    works = [text.split()[0] for text in told]
+    assert works == ["putting", "compiling", "recording", "timing", "putting"]
     reckoned = {v.saved: v for menu in simulator.menus for v, _ in menu}
     seen = [v for known in learned.known for v in known.variants]
     assert seen and all(v.measured for v in seen)
