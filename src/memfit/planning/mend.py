@@ -8,6 +8,7 @@ that only help together are not found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from memfit.planning.acts import Act
@@ -26,10 +27,12 @@ def mended(
     held: Held,
     budget: int,
     tries: Iterator[object],
+    enough_s: float = math.inf,
 ) -> Acts | None:
     """`acts` after changes by `candidates` that make them hold; None where none were found.
 
-    Each look at what is held takes one of the `tries`.
+    Each look at what is held takes one of the `tries`. A step of `enough_s` seconds or more is no
+    use: another that holds is known.
     """
     at_most_s = costs(simulator, candidates)
     now, now_bytes, now_s = tuple(acts), held(acts), simulator.step_seconds(acts)
@@ -39,11 +42,13 @@ def mended(
             changed = change.of(now) if change.won_s <= 0 else None  # what is faster takes more
             if changed is None or simulator.peak_bytes(changed) > budget:
                 continue
+            if (changed_s := simulator.step_seconds(changed)) >= enough_s:
+                continue  # and further changes make it slower
             if next(tries, None) is None:
                 return None
             if (size := held(changed)) <= budget:
                 return changed
-            rate = (now_bytes - size) / max(simulator.step_seconds(changed) - now_s, 1e-9)
+            rate = (now_bytes - size) / max(changed_s - now_s, 1e-9)
             if rate > 0 and (best is None or rate > best[0]):
                 best = rate, changed, size
         if best is None:

@@ -127,5 +127,5 @@ def _mended(
     single = [act for act in optimal.candidates(simulator) if len(calls_of(act)) == 1]
     tries = iter(range(MAX_MENDING))
     nearest = sorted(missing, key=lambda acts: missing[acts])[:MENDED]
-    found = (mended(simulator, acts, single, held, budget, tries) for acts in nearest)
+    found = [mended(simulator, acts, single, held, budget, tries, enough_s) for acts in nearest]
     return [replace(choice, acts=acts) for acts in found if acts is not None]

@@ -70,3 +70,17 @@ def test_nothing_is_found_without_tries_or_without_a_change_that_helps(
         return budget + 1
 
     assert mended(simulator, ACTS, single, always, budget, iter(range(500))) is None
+
+
+def test_steps_slower_than_one_that_is_known_take_no_tries(
+    simulator: Simulator, held: Held, single: list[Act]
+) -> None:
+    budget = held(ACTS) - HOLE
+    tries = iter(range(50))
+    found = mended(simulator, ACTS, single, held, budget, tries)
+    assert found is not None
+    looked, seconds = next(tries), simulator.step_seconds(found)
+    tries = iter(range(50))
+    assert mended(simulator, ACTS, single, held, budget, tries, seconds) is None
+    assert next(tries) < looked
+    assert mended(simulator, ACTS, single, held, budget, tries, 1.01 * seconds) == found
