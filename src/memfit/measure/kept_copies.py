@@ -30,6 +30,15 @@ def reused() -> Iterator[None]:
         _spare = None
 
 
+def fresh(source: torch.Tensor) -> torch.Tensor:
+    """Host memory for a copy, cleared if that comes from a device.
+
+    Such a copy is made by one thread, which would wait for page after page; all threads clear.
+    """
+    made = torch.empty(source.shape, dtype=source.dtype)
+    return made.zero_() if source.is_cuda else made
+
+
 class Copies:
     """Where copies are made: in host memory, or on the tensors' own device."""
 
@@ -46,7 +55,7 @@ class Copies:
         if kept is None or source.layout is not torch.strided:
             return source.to("cpu", copy=True)
         spare = kept[source.shape, source.dtype]
-        copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype)
+        copy = spare.pop() if spare else fresh(source)
         self._lent.append(copy)
         return copy.copy_(source)
 

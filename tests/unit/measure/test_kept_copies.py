@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from memfit.measure.kept_copies import Copies, reused
+from memfit.measure.kept_copies import Copies, fresh, reused
 from memfit.measure.step import run_step, untouched
 
 
@@ -23,6 +24,11 @@ def test_memory_of_a_released_copy_is_used_again() -> None:
         kept = [again.of(one), again.of(other)]
         assert where in {copy.data_ptr() for copy in kept}
         assert all(map(torch.equal, kept, (one, other)))
+
+
+def test_memory_for_a_copy_from_a_device_is_there_before_it_is_written() -> None:
+    source: Any = SimpleNamespace(shape=torch.Size([3, 2]), dtype=torch.int16, is_cuda=True)
+    assert torch.equal(fresh(source), torch.zeros(3, 2, dtype=torch.int16))
 
 
 def test_other_shapes_and_dtypes_get_memory_of_their_own() -> None:
