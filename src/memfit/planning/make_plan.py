@@ -11,7 +11,7 @@ from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.planning import optimal
-from memfit.planning.acts import Act
+from memfit.planning.acts import Act, Pick
 from memfit.planning.few_variants import with_few_variants, with_measured_variants
 from memfit.planning.placed import filled_up, held_bytes, holds, seconds
 from memfit.planning.refusal import nothing_fits, strategy_fails
@@ -107,7 +107,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         choice = smallest if target is None else filled_up(simulator, smallest, target)
         if target is not None and _both(simulator):
             choice = made_faster(simulator, choice, _request(simulator, goal, target, limit_s))
-    if known is not None:
+    if known is not None and not _all_ran(simulator, choice):
         request = _request(simulator, goal, target, limit_s)
         choice = _ran(simulator, known, choice, request, seconds(simulator, choice)) or choice
     _check_host(simulator, goal, choice, budget)
@@ -155,6 +155,11 @@ def minimum_feasible(
 def _page(simulator: Simulator) -> int:
     """What another process may need more: its allocator begins with other holes, so by a page."""
     return 0 if simulator.profile.allocator is None else LARGE_PAGE
+
+
+def _all_ran(simulator: Simulator, choice: Choice) -> bool:
+    """Whether there is nothing in the choice that would have to be compiled and run first."""
+    return all(simulator.variant(a).measured for a in choice.acts if isinstance(a, Pick))
 
 
 def _ran(
