@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,35 +14,25 @@ from memfit.fitted import Fitted
 from memfit.holding import Held, hold_budget
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
-from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
 from memfit.measure.kept_copies import reused
-from memfit.measure.memory import Peak
-from memfit.planning.budget import baseline_peak_bytes, check_budget_text, resolve_budget
+from memfit.planning.budget import check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import (
     MICROBATCH,
-    OPTIMIZER,
-    ROUNDED_STATE,
     STEP,
     check_device,
     forced_techniques,
     techniques_for,
 )
+from memfit.proof import prove
 from memfit.runtime.apply import Applied, check_plan, check_plan_for, refuse_planned
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import parse_bytes
-from memfit.verify.numerics import (
-    APPROXIMATE_TOLERANCE,
-    check_numerics,
-    check_parameters,
-    check_split,
-)
-from memfit.verify.speed import Speed, compare_speed
 from memfit.whole_step import Measure, Whole, beside, whole_step
 from memfit.workload import LossFn, Workload
 
@@ -288,41 +277,7 @@ def fit_workload(
     measured, made = held.profile, held.plan
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
-    unplanned = None
-    if not made.unplanned_is_plain:
-        unplanned = Applied(made.unplanned(), workload.model)
-    say("comparing numbers")
-    ready = time.perf_counter()
-    numerics = check_numerics(part, planned, _launched_singly(unplanned))
-    if set(OPTIMIZER) & set(made.setup):
-        numerics = _with_parameters(part, planned, numerics)
-    if whole.split > 1:
-        numerics = check_split(workload, planned, numerics)
-    if base.setup:  # the plan is one for a step that has it
-        unplanned = Applied(made.unplanned(), workload.model, setup)
-    elif unplanned is not None and (made.setup or whole.split > 1):
-        # By the code of the plain step: of whole batches, and with the head that tiles replace.
-        kept = make_plan(base, Goal(strategy="none"))
-        unplanned = Applied(kept.unplanned(), workload.model)
-    say("timing steps")
-    if planned.swap is not None:
-        planned.swap.reset_statistics()
-    speed = compare_speed(
-        part,
-        planned,
-        steps=steps,
-        whole=workload,
-        unplanned=unplanned,
-        accumulate=accumulate,
-        baseline=base.baseline is not None,
-    )
-    result = _result(base, made, held, numerics, speed)
-    result = replace(result, proof_s=time.perf_counter() - ready)
-    if planned.graphs is not None and planned.graphs.refused is not None:
-        note = f"not launched as CUDA graphs after all: {planned.graphs.refused}"
-        result = replace(result, notes=(*result.notes, note))
-    if planned.swap is not None:
-        result = replace(result, swap=planned.swap.statistics())
+    result = prove(workload, planned, base, held, steps=steps, say=say)
 
     def replan(larger: Workload) -> Fitted:
         parts = accumulate * made.split
@@ -349,13 +304,6 @@ def fit_workload(
         )
 
     return Fitted(part, planned.install(), measured, result, replan, accumulate, base)
-
-
-def _launched_singly(applied: Applied | None) -> Applied | None:
-    """The same step, with every kernel launched by the host."""
-    if applied is None or applied.graphs is None:
-        return applied
-    return Applied(replace(applied.plan, cuda_graphs=False), applied.model, applied.setup)
 
 
 def _measuring(
@@ -414,77 +362,4 @@ def _goal(
         host_bytes=host_bytes,
         force=forced_techniques(force, techniques),
         **limits,
-    )
-
-
-def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -> Numerics:
-    """The comparison with what the optimizer makes of it, without its techniques and with them."""
-    others = [t for t in planned.plan.setup if t not in OPTIMIZER]
-    tile_bytes = planned.plan.tile_bytes
-    setup = Setup(others, workload.model, tile_bytes=tile_bytes) if others else None
-    stepped = check_parameters(workload, planned, Applied(planned.plan, workload.model, setup))
-    equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
-    rounded = bool(set(ROUNDED_STATE) & set(planned.plan.setup))
-    said = "the same as" if equal else f"{apart:.2g} of their largest from those"
-    notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
-    return replace(
-        numerics,
-        agree=numerics.agree and (stepped.agree or (rounded and apart <= APPROXIMATE_TOLERANCE)),
-        note="; ".join(note for note in notes if note),
-    )
-
-
-def _result(
-    measured: Profile,
-    made: Plan,
-    held: Held,
-    numerics: Any,
-    speed: Speed,
-) -> Result:
-    peak: Peak | None = held.check.peak
-    assert peak is not None
-    baseline = measured.baseline
-    peak_bytes = baseline_peak_bytes(measured)
-    return Result(
-        workload=measured.workload,
-        device=vars(measured.device),
-        budget_bytes=made.budget_bytes or measured.device.capacity_bytes,
-        baseline=BaselineResult(
-            peak_bytes=peak_bytes,
-            peak_reserved_bytes=peak_bytes if baseline is None else baseline.peak_reserved_bytes,
-            static_bytes=measured.graph.fixed_bytes,
-            step_s=measured.step_s if speed.plain is None else speed.plain.median_s,
-            measured=baseline is not None,
-        ),
-        predicted=Predicted(
-            made.predicted.peak_bytes,
-            made.predicted.reserved_bytes,
-            made.predicted.step_s,
-            made.predicted.lower_bound_s,
-            made.predicted.gap,
-            made.predicted.step_s / made.baseline_step_s,
-        ),
-        measured=Measured(
-            peak_bytes=peak.bytes,
-            peak_reserved_bytes=peak.reserved_bytes,
-            step_s=speed.planned.median_s,
-            step_s_spread=speed.planned.spread_s,
-            time_ratio=speed.ratio,
-            same_code_ratio=speed.same_code_ratio,
-            retries=peak.retries,
-        ),
-        decisions=Decisions(
-            kept_bytes=made.kept_bytes,
-            recomputed_bytes=made.recomputed_bytes,
-            offloaded_bytes=made.offloaded_bytes,
-            num_segments=len(made.segments),
-            techniques=made.techniques,
-            choices=made.choices,
-        ),
-        numerics=numerics,
-        plan_s=made.plan_s,
-        verdict="fits",
-        minimum_feasible_bytes=made.minimum_feasible_bytes,
-        rounds=held.rounds,
-        notes=(*made.notes, *held.notes),
     )

@@ -128,7 +128,7 @@ def test_utilization_is_a_share_of_the_device(memfit, tiny):
 
 def _numbers_differ(monkeypatch: pytest.MonkeyPatch, note: str | None) -> None:
     differ = Numerics(False, 1e-3, 1e-4, agree=False, repeatable=note is None, note=note)
-    monkeypatch.setattr("memfit.api.check_numerics", lambda *args: differ)
+    monkeypatch.setattr("memfit.proof.check_numerics", lambda *args: differ)
 
 
 def test_other_numbers_are_a_no(memfit, tiny, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit import api
+from memfit import proof
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
@@ -287,8 +287,8 @@ def test_a_profile_with_a_set_up_is_fitted_with_it(monkeypatch: pytest.MonkeyPat
     workload = wide()
     setup = Setup(("step_in_backward",), workload.model, workload.optimizer)
     profile = memfit.profile(workload, executor="module", setup=setup)
-    compared = Mock(wraps=api.compare_speed)
-    monkeypatch.setattr(api, "compare_speed", compared)
+    compared = Mock(wraps=proof.compare_speed)
+    monkeypatch.setattr(proof, "compare_speed", compared)
     with fit_workload(workload, "100%", profiled=profile, steps=1) as fitted:
         assert fitted.plan.setup == ("step_in_backward",)
         assert fitted.applied.setup is not None and fitted.applied.setup.in_backward is not None

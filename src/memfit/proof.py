@@ -1,0 +1,157 @@
+"""The proof of a fit: numbers, seconds and bytes of a plan that held its budget, as a Result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from memfit.holding import Held
+from memfit.ir.profile import Profile
+from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
+from memfit.planning.budget import baseline_peak_bytes
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.techniques import OPTIMIZER, ROUNDED_STATE
+from memfit.runtime.apply import Applied
+from memfit.runtime.setup import Setup
+from memfit.runtime.split import part_of
+from memfit.verify.numerics import (
+    APPROXIMATE_TOLERANCE,
+    check_numerics,
+    check_parameters,
+    check_split,
+)
+from memfit.verify.speed import Speed, compare_speed
+from memfit.workload import Workload
+
+
+def prove(
+    workload: Workload,
+    planned: Applied,
+    base: Profile,
+    held: Held,
+    *,
+    steps: int,
+    say: Callable[[str], None],
+) -> Result:
+    """Compare the planned step with the unplanned one; `steps` of each are timed.
+
+    `base` is the profile of the step before anything was done to it.
+    """
+    plan, part = planned.plan, part_of(workload, planned.plan.split)
+    begun = time.perf_counter()
+    say("comparing numbers")
+    numerics = _numbers(workload, part, planned)
+    say("timing steps")
+    if planned.swap is not None:
+        planned.swap.reset_statistics()
+    speed = compare_speed(
+        part,
+        planned,
+        steps=steps,
+        whole=workload,
+        unplanned=_timed_beside(workload, planned, base),
+        accumulate=base.accumulate,
+        baseline=base.baseline is not None,
+    )
+    notes = [*plan.notes, *held.notes]
+    if planned.graphs is not None and planned.graphs.refused is not None:
+        notes.append(f"not launched as CUDA graphs after all: {planned.graphs.refused}")
+    return replace(
+        _result(base, planned, held, numerics, speed),
+        notes=tuple(notes),
+        proof_s=time.perf_counter() - begun,
+    )
+
+
+def _numbers(workload: Workload, part: Workload, planned: Applied) -> Numerics:
+    """How far the plan's numbers are from those of the same code with everything kept."""
+    plan, unplanned = planned.plan, None
+    if not plan.unplanned_is_plain:  # as CUDA graphs, its kernels are launched by the host
+        unplanned = Applied(replace(plan.unplanned(), cuda_graphs=False), workload.model)
+    numerics = check_numerics(part, planned, unplanned)
+    if set(OPTIMIZER) & set(plan.setup):
+        numerics = _with_parameters(part, planned, numerics)
+    return check_split(workload, planned, numerics) if plan.split > 1 else numerics
+
+
+def _timed_beside(workload: Workload, planned: Applied, base: Profile) -> Applied | None:
+    """What the plan's seconds are compared with; None: the workload as it is."""
+    plan = planned.plan
+    if base.setup:  # the plan is one for a step that has it
+        return Applied(plan.unplanned(), workload.model, planned.setup)
+    if plan.unplanned_is_plain:
+        return None
+    if plan.setup or plan.split > 1:
+        # By the code of the plain step: of whole batches, and with the head that tiles replace.
+        plan = make_plan(base, Goal(strategy="none"))
+    return Applied(plan.unplanned(), workload.model)
+
+
+def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -> Numerics:
+    """The comparison with what the optimizer makes of it, without its techniques and with them."""
+    others = [t for t in planned.plan.setup if t not in OPTIMIZER]
+    tile_bytes = planned.plan.tile_bytes
+    setup = Setup(others, workload.model, tile_bytes=tile_bytes) if others else None
+    stepped = check_parameters(workload, planned, Applied(planned.plan, workload.model, setup))
+    equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
+    rounded = bool(set(ROUNDED_STATE) & set(planned.plan.setup))
+    said = "the same as" if equal else f"{apart:.2g} of their largest from those"
+    notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
+    return replace(
+        numerics,
+        agree=numerics.agree and (stepped.agree or (rounded and apart <= APPROXIMATE_TOLERANCE)),
+        note="; ".join(note for note in notes if note),
+    )
+
+
+def _result(
+    measured: Profile, planned: Applied, held: Held, numerics: Numerics, speed: Speed
+) -> Result:
+    made, peak = planned.plan, held.check.peak
+    assert peak is not None
+    baseline = measured.baseline
+    peak_bytes = baseline_peak_bytes(measured)
+    return Result(
+        workload=measured.workload,
+        device=vars(measured.device),
+        budget_bytes=made.budget_bytes or measured.device.capacity_bytes,
+        baseline=BaselineResult(
+            peak_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes if baseline is None else baseline.peak_reserved_bytes,
+            static_bytes=measured.graph.fixed_bytes,
+            step_s=measured.step_s if speed.plain is None else speed.plain.median_s,
+            measured=baseline is not None,
+        ),
+        predicted=Predicted(
+            made.predicted.peak_bytes,
+            made.predicted.reserved_bytes,
+            made.predicted.step_s,
+            made.predicted.lower_bound_s,
+            made.predicted.gap,
+            made.predicted.step_s / made.baseline_step_s,
+        ),
+        measured=Measured(
+            peak_bytes=peak.bytes,
+            peak_reserved_bytes=peak.reserved_bytes,
+            step_s=speed.planned.median_s,
+            step_s_spread=speed.planned.spread_s,
+            time_ratio=speed.ratio,
+            same_code_ratio=speed.same_code_ratio,
+            retries=peak.retries,
+        ),
+        decisions=Decisions(
+            kept_bytes=made.kept_bytes,
+            recomputed_bytes=made.recomputed_bytes,
+            offloaded_bytes=made.offloaded_bytes,
+            num_segments=len(made.segments),
+            techniques=made.techniques,
+            choices=made.choices,
+        ),
+        numerics=numerics,
+        plan_s=made.plan_s,
+        verdict="fits",
+        minimum_feasible_bytes=made.minimum_feasible_bytes,
+        rounds=held.rounds,
+        swap=None if planned.swap is None else planned.swap.statistics(),
+    )
