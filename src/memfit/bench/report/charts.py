@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.bench.report.tables import part_names, parts, series_of
 from memfit.bench.verdict import comparable, is_memfit, pareto_front
@@ -54,22 +54,37 @@ def charts(report: BenchReport) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
+class Point(NamedTuple):
+    """A system in a chart of memory against time; "" is no label."""
+
+    label: str
+    peak_mb: float
+    time: float
+    own: bool
+
+
 def pareto_chart(title: str, cells: Sequence[Cell]) -> str:
     """Memory against time; the line joins what nothing else beats in both."""
+    points = [Point(c.system, _mb(c), c.ratio or 0.0, is_memfit(c)) for c in comparable(cells)]
+    front = [(_mb(c), c.ratio or 0.0) for c in pareto_front(cells)]
+    return memory_and_time(title, points, front, "time / reference of the same run")
+
+
+def memory_and_time(
+    title: str, points: Sequence[Point], line: Sequence[tuple[float, float]], time: str
+) -> str:
+    """Points with their names, red stars for memfit, and a line; `time` says what is upwards."""
     with _figure(f"{title}: memory against time") as (axes, done):
-        for number, cell in enumerate(comparable(cells)):
-            own = is_memfit(cell)
-            x, y = _mb(cell), cell.ratio
+        for number, (label, x, y, own) in enumerate(points):
             color = "tab:red" if own else f"C{number % 10}" if number % 10 != 3 else "tab:gray"
             axes.scatter([x], [y], marker="*" if own else "o", s=90 if own else 35, color=color)
-            axes.annotate(
-                cell.system, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=7
-            )
-        front = pareto_front(cells)
-        axes.plot([_mb(c) for c in front], [c.ratio for c in front], color="0.6", lw=1, zorder=0)
+            beside = (0, -12) if own else (5, 4 if number % 2 else -8)  # neighbours part
+            place = {"xytext": beside, "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(label, (x, y), ha="center" if own else "left", **place)
+        axes.plot([x for x, _ in line], [y for _, y in line], color="0.6", lw=1, zorder=0)
         axes.margins(x=0.15, y=0.1)  # names of systems stand beside their points
         axes.set_xlabel("peak of the step, MB (2^20 bytes)")
-        axes.set_ylabel("time / reference of the same run")
+        axes.set_ylabel(time)
     return done[0]
 
 
