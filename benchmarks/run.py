@@ -29,6 +29,7 @@ COMPILED = ("compile", "blocks", "checkpoint-compiled")  # systems worth compili
 COLD = ("setup",)  # what asks how long compiling takes must not find anything compiled
 GOES_ON = {"simulated": "pays"}  # in the file of another
 SPARE_S = 15.0  # for a script to end
+LONGEST_AHEAD_S = 240.0  # what compiles for longer is left to the run itself, or fails there
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,10 @@ def _at_once(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
     if not commands:
         return
     with ThreadPoolExecutor(max(arguments.ahead, 1) + arguments.tests) as pool:
+        soon = min(end, time.monotonic() + LONGEST_AHEAD_S)
         starts = {
-            name: pool.submit(_run, words, name, arguments, end) for name, words in commands.items()
+            name: pool.submit(_run, words, name, arguments, soon)
+            for name, words in commands.items()
         }
         for name, start in starts.items():
             _say(name, start.result())
