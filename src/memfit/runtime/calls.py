@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -62,17 +62,38 @@ class Direct:
         return forward(*args, **kwargs)
 
 
+class _Replacement:
+    """What runs in the place of a module's forward. Copies of the module, and files it is saved to,
+    have its own again: what stands here knows the original, and would run that."""
+
+    def __init__(self, module: torch.nn.Module, own: Forward | None, function: Forward) -> None:
+        update_wrapper(self, module.forward)  # its signature: some code asks for it
+        self._module, self._own, self._function = module, own, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        if self._own is not None:
+            return _itself, (self._own,)
+        return getattr, (self._module, "forward")  # of the copy: its class has one
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 @contextmanager
 def replaced_forward(module: torch.nn.Module, wrap: Wrap) -> Iterator[None]:
     """Run `wrap(forward)` in the place of the module's forward until the block is left."""
-    had = "forward" in module.__dict__
-    before = module.__dict__.get("forward")
-    module.forward = wrap(module.forward)  # type: ignore[method-assign]
+    own = module.__dict__.get("forward")
+    replacement = _Replacement(module, own, wrap(module.forward))
+    module.forward = replacement  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        if had:
-            module.forward = before  # type: ignore[method-assign, assignment]
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
         else:
             del module.forward
 

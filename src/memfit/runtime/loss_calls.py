@@ -95,6 +95,28 @@ def _needed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return plain and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
+class _Late:
+    """The loss function of a model, asked for when it is called; a copy asks the copied model."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        owner = self._owner
+        here = owner.__dict__.pop("_loss_function", None)  # none if a copy outlived the block
+        try:
+            function = owner.loss_function
+        finally:
+            if here is not None:
+                owner.loss_function = here
+        if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
+            return function(*args, **kwargs)  # type: ignore[no-any-return]
+        return _hand_over(function, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _Late, (self._owner,)
+
+
 @contextmanager
 def _own_loss(owner: Any) -> Iterator[None]:
     """Hand over the loss function of a language model of transformers; it has a place for one.
@@ -106,17 +128,7 @@ def _own_loss(owner: Any) -> Iterator[None]:
         yield
         return
 
-    def late(*args: Any, **kwargs: Any) -> torch.Tensor:
-        here = owner.__dict__.pop("_loss_function", None)  # none if a copy outlived the block
-        try:
-            function = owner.loss_function
-        finally:
-            if here is not None:
-                owner.loss_function = here
-        if getattr(function, "__name__", "") not in _OF_LANGUAGE_MODELS:
-            return function(*args, **kwargs)
-        return _hand_over(function, *args, **kwargs)
-
+    late = _Late(owner)
     owner.loss_function = late
     try:
         yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
-from memfit.runtime.calls import Route, Router
+from memfit.runtime.calls import Route, Router, replaced_forward
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.signature import batch_signature, is_no_larger, model_signature
 from memfit.workload import Workload, unwrap
@@ -48,6 +50,52 @@ def test_apply_as_a_context_manager_restores_everything(
     assert {n: sorted(d) for n, d in after.items()} == {n: sorted(d) for n, d in before.items()}
     assert all(block.relu.inplace for block in model.blocks)
     assert_same(actual, run_numbers(plain, 2))
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_a_copy_of_a_model_with_a_plan_at_work_is_a_model_of_its_own(
+    zoo: SimpleNamespace, executor: str
+) -> None:
+    workload = zoo.workload(zoo.Stack)
+    model, batch = workload.model, workload.batch
+    plan = make_plan(profile_workload(workload, rounds=1, executor=executor), Goal(strategy="all"))
+    signature = inspect.signature(model.forward)
+    with memfit.apply(plan, model):
+        twin = copy.deepcopy(model)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        assert inspect.signature(model.forward) == signature
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    for other in (twin, loaded, averaged.module):
+        loss = workload.loss_fn(other, batch)
+        loss.backward()
+        assert all(p.grad is not None for p in other.parameters())
+        assert not any(p.grad is not None for p in model.parameters())
+        with torch.no_grad():
+            assert not torch.equal(loss, workload.loss_fn(model, batch))
+    again = io.BytesIO()
+    torch.save(twin, again)  # a copy can be saved as well, and planned
+    assert memfit.fit_workload(replace(workload, model=twin), "99%", steps=1).plan
+
+
+def test_a_forward_of_its_own_goes_with_the_copy(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    block = workload.model.blocks[0]
+    block.forward = doubled
+    with replaced_forward(block, lambda forward: lambda x: forward(x) + 1):
+        x = torch.ones(2)
+        assert torch.equal(block(x), 2 * x + 1)
+        assert torch.equal(copy.deepcopy(block)(x), 2 * x)
+    assert block.forward is doubled
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 def test_leaving_by_an_exception_restores_too(zoo: SimpleNamespace) -> None:

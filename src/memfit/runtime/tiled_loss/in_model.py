@@ -68,7 +68,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear]:
     head: Any = said if said is not None else linear[-1] if linear else None
     if head is None:
         raise _refusal(model, "has no linear layer that could be its head")
-    changed = "forward" in head.__dict__ or type(head).forward is not nn.Linear.forward
+    changed = getattr(head.forward, "__func__", None) is not nn.Linear.forward
     if changed or not isinstance(head, nn.Linear):
         raise _refusal(model, f"has the head {type(head).__name__}, which is no plain linear layer")
     if head._backward_hooks or head._backward_pre_hooks:
