@@ -218,6 +218,22 @@ def _numbers(
     return [*losses, *workload.model.state_dict().values()]
 
 
+def _fit_that_runs_again(workload: Workload, *operators: str) -> Fitted:
+    """A fit near the smallest budget whose plan runs these operators again inside of segments.
+
+    Which ones a plan takes depends on their measured seconds, so several budgets are tried.
+    """
+    smallest = memfit.plan(workload).minimum_feasible_bytes
+    seen = []
+    for share in (1.05, 1.03, 1.08, 1.02, 1.12):
+        fitted = memfit.fit_workload(workload, int(share * smallest), steps=1)
+        seen.append(" ".join(_run_again(fitted)))
+        if all(operator in seen[-1] for operator in operators):
+            return fitted
+        fitted.undo()
+    raise AssertionError(f"no plan runs {operators} again: {seen}")
+
+
 def _run_again(fitted: Fitted) -> set[str]:
     """The operators that partly recomputed segments run again."""
     graphs = {graph.key: graph for graph in fitted.profile.graphs}
@@ -232,11 +248,8 @@ def _run_again(fitted: Fitted) -> set[str]:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_dropout_batch_norm_autocast_and_tied_weights_train_bit_for_bit(autocast: bool) -> None:
     planned, unplanned, plain = (_tied_text(autocast) for _ in range(3))
-    smallest = memfit.plan(planned).minimum_feasible_bytes
-    with memfit.fit_workload(planned, int(1.05 * smallest), steps=1) as fitted:
+    with _fit_that_runs_again(planned, "batch_norm", "dropout") as fitted:
         assert fitted.result.numerics.bitwise_vs_unplanned
-        again = " ".join(_run_again(fitted))
-        assert "batch_norm" in again and "dropout" in again, again
         actual = _numbers(planned, fitted.step)
     kept, recomputed = _check_decisions(planned, fitted.profile, fitted.plan)
     assert kept and recomputed
