@@ -24,7 +24,7 @@ from memfit.ir.profile import Measurements, Profile
 from memfit.measure.allocations import Event, record
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
 from memfit.measure.timing import STEADY, Inside, time_apart, time_interleaved
-from memfit.runtime.apply import Applied, adjusted, plan_code, plan_engine
+from memfit.runtime.apply import Applied, adjusted, plan_code, plan_engine, release_all
 from memfit.runtime.calls import Direct, Route, routed
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.setup import Setup
@@ -117,11 +117,7 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     }
     how: dict[str, Any] = {"rounds": ROUNDS, "limit_s": 20, "steady": STEADY}
     if plan.cuda_graphs:
-
-        def release() -> None:
-            planned.release()
-            unplanned.release()
-
+        release = partial(release_all, planned, unplanned)
         times = time_apart(works, workload.device, release, warmup=3, **how)
     else:
         times = time_interleaved(works, workload.device, **how)

@@ -95,6 +95,13 @@ class Applied(Stacked):
         return self.swap
 
 
+def release_all(*plans: Applied | None) -> None:
+    """The same for several; None is a step without a plan."""
+    for applied in plans:
+        if applied is not None:
+            applied.release()
+
+
 @contextmanager
 def adjusted(model: torch.nn.Module, plan: Plan) -> Iterator[None]:
     """The model as it was when it was profiled for the plan."""

@@ -9,7 +9,7 @@ A graph is one forward with its backward, for inputs of one shape, parameters in
 modules in one mode. Any other call runs as ever and gives the graphs' memory back. What Python does
 in the forward besides (hooks of inner modules, counters) would not be done again: a model with such
 hooks is not captured. The graphs keep the memory of the step between steps, so nothing else can
-have it; gradients lie in it, too, and are copied where another backward would overwrite them.
+have it; gradients lie in it, too, and are copied where the next forward would overwrite them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.measure.step import run_step, untouched
 from memfit.measure.timing import Inside, Timing, time_apart, time_interleaved
-from memfit.runtime.apply import Applied
+from memfit.runtime.apply import Applied, release_all
 from memfit.workload import Workload
 
 
@@ -57,17 +57,12 @@ def compare_speed(
     works = {"planned": with_plan}
     if baseline:
         works = {"plain": plain, "planned": with_plan, "plain again": plain}
-
-    def release() -> None:
-        for applied in (planned, unplanned):
-            if applied is not None:
-                applied.release()
-
     how: dict[str, Any] = {"rounds": steps, "warmup": 3, "limit_s": 20}
     with untouched(workload, unmeasured=True):
         # Pages that a trimming plan gives back are missed by the step after it, and CUDA graphs
         # keep the memory of both: not in turn then.
         if planned.plan.trim or planned.plan.cuda_graphs:
+            release = partial(release_all, planned, unplanned)
             times = time_apart(works, workload.device, release, **how)
         else:
             times = time_interleaved(works, workload.device, **how)

@@ -20,7 +20,7 @@ from memfit.runtime.cuda_graphs import CudaGraphs
 MIB = 2**20
 
 
-def _workload(accumulated: bool = False) -> memfit.Workload:
+def _workload() -> memfit.Workload:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return memfit.Workload(model, lambda m, x: m(x).square().mean(), optimizer, torch.randn(8, 16))
@@ -81,7 +81,7 @@ def test_what_lies_beside_the_graphs_is_there_from_start_to_end() -> None:
     assert same.fixed_bytes == graph.fixed_bytes
 
 
-def test_the_host_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_does_not_count() -> None:
     times = object.__new__(seconds.StepTimes)
     times.accumulate, times.graphed_peak = 1, Peak(1, 1)
     whole = {"plain": 1.0, "half": 1.1, "recomputed": 1.2}
