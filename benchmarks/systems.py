@@ -13,7 +13,7 @@ from common import say, tidy
 
 from memfit.errors import MemfitError
 from memfit.measure.cuda_allocator import settle_optimizer_state
-from memfit.measure.memory import measure_peak, memory_cap
+from memfit.measure.memory import Peak, measure_peak, memory_cap
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
 from memfit.measure.timing import Inside, time_interleaved
 from memfit.runtime.apply import Applied
@@ -33,11 +33,18 @@ class System:
     apart: bool = False  # it gives pages back, which the step after it would miss
     applied: Applied | None = None
     step: Callable[[], Any] | None = None  # None: the workload's own, inside of what stands around
+    seen: Callable[[Peak], Peak] = lambda peak: peak  # with what the allocator did not see
 
     @staticmethod
     def of(applied: Applied, cap_bytes: int | None = None) -> System:
         """A plan at work."""
-        return System(lambda: applied, cap_bytes, applied.plan.trim, applied)
+        return System(
+            lambda: applied,
+            cap_bytes,
+            applied.plan.trim,
+            applied,
+            seen=lambda peak: replace(peak, bytes=peak.bytes + applied.hidden_bytes),
+        )
 
 
 def measure_systems(workload: Workload, systems: Mapping[str, System], steps: int) -> Rows:
@@ -133,8 +140,8 @@ def peak_of(
                 torch.cuda.empty_cache()
             first_s = time.perf_counter() - begun
             peak = measure_peak(workload, lambda: (step(), step()))
+            peak = system.seen(peak)
             if system.applied is not None:
-                peak = replace(peak, bytes=peak.bytes + system.applied.hidden_bytes)
                 system.applied.release()  # the next one is measured by itself
     except Exception as error:
         drop_gradients(workload)

@@ -220,7 +220,8 @@ class Comparison:
         except Unavailable as error:
             rows[name] = {"error": str(error)}
             return
-        self._measure({name: System(apart=prepared.apart, step=prepared.step)}, systems, rows)
+        system = System(apart=prepared.apart, step=prepared.step, seen=prepared.seen)
+        self._measure({name: system}, systems, rows)
 
     def _matches(self, profile: Profile, rows: Rows) -> dict[str, System]:
         """Plans of recompute at the peers' own peaks, in live bytes as these are counted."""

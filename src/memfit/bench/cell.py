@@ -292,7 +292,7 @@ def _measure(
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     first_s = time.perf_counter() - begun
-    return _two_steps(run, prepared.step, prepared.static), first_s
+    return prepared.seen(_two_steps(run, prepared.step, prepared.static)), first_s
 
 
 def _steady_peak(run: _Run, step: Step, static: Callable[[], int]) -> Peak:

@@ -57,6 +57,7 @@ def test_the_suites_are_those_of_the_specification():
     [
         ("eager", "eager"),
         (" compile:0.5 ", "compile:0.5"),
+        ("compile:graphs", "compile:graphs"),
         ("checkpoint:half", "checkpoint:half"),
         ("hf-checkpoint:every=2", "hf-checkpoint:every=2"),
         ("memfit: 60%", "memfit:60%"),

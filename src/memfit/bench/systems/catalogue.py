@@ -31,6 +31,11 @@ def _one_of(*words: str) -> Callable[[str], None]:
     return check
 
 
+def _compiled(argument: str) -> None:
+    if argument != "graphs":
+        _memory_budget(argument)
+
+
 def _memory_budget(argument: str) -> None:
     if argument and not 0 <= float(argument) <= 1:
         raise ValueError("activation_memory_budget lies between 0 and 1")
@@ -82,8 +87,8 @@ FAMILIES = {
     "eager": Family("eager", "the step as it is"),
     "compile": Family(
         "peers.compiled",
-        "torch.compile; :0.5 activation_memory_budget",
-        _memory_budget,
+        "torch.compile; :0.5 activation_memory_budget; :graphs its CUDA graphs",
+        _compiled,
         compiles=True,
     ),
     "blocks": Family(

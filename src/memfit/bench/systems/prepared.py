@@ -11,7 +11,7 @@ from typing import Any
 from memfit import api
 from memfit.bench.systems.shared_profiles import Found, SharedProfiles
 from memfit.capture.find import find_segments
-from memfit.measure.memory import static_bytes
+from memfit.measure.memory import Peak, static_bytes
 from memfit.measure.step import run_step
 from memfit.measure.timing import Inside
 from memfit.workload import Workload
@@ -49,12 +49,14 @@ class Prepared:
     """A step to warm up, to measure and to time; `static` are the bytes it finds on a CPU.
 
     `apart` steps give pages back that the step after them would miss: they are not timed in turn.
-    `facts` are fields of the cell that only the system knows.
+    `seen` is a peak with what the allocator did not see added. `facts` are fields of the cell that
+    only the system knows.
     """
 
     step: Step
     static: Callable[[], int]
     apart: bool = False
+    seen: Callable[[Peak], Peak] = lambda peak: peak
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile: the whole step's forward, or block by block; with activation_memory_budget."""
+"""torch.compile, whole or block by block; with activation_memory_budget, or as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from memfit.bench.systems.prepared import (
     block_names,
     total_static,
 )
+from memfit.measure.memory import Peak
 from memfit.measure.step import run_step
 from memfit.measure.timing import Inside
 from memfit.runtime.calls import Forward, replaced_forward
@@ -28,6 +29,9 @@ from memfit.workload import Workload
 
 def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """The model compiled, whole ("compile") or block by block ("blocks")."""
+    if argument == "graphs":
+        graphed = compiled_whole(setting.workload, nullcontext, mode="reduce-overhead")
+        return replace(graphed, seen=_all_reserved)
     budget = float(argument) if argument else None
     if family == "blocks":
         return compiled_blocks(setting.workload, block_names(setting.workload), budget)
@@ -35,14 +39,16 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
 
 
 def compiled_whole(
-    workload: Workload, context: Callable[[], AbstractContextManager[Any]]
+    workload: Workload,
+    context: Callable[[], AbstractContextManager[Any]],
+    mode: str | None = None,
 ) -> Prepared:
     """Loss and model compiled as one; `context` stands around every step, compiling included."""
 
     def loss(batch: Any) -> torch.Tensor:
         return workload.loss_fn(workload.model, batch)
 
-    compiled: Any = torch.compile(own_code(loss), dynamic=False)
+    compiled: Any = torch.compile(own_code(loss), dynamic=False, mode=mode)
     whole = replace(workload, loss_fn=lambda model, batch: compiled(batch))
     return Prepared(Inside(context, partial(run_step, whole)), partial(total_static, workload))
 
@@ -65,6 +71,11 @@ def compiled_blocks(
             yield
 
     return around(workload, at_work)
+
+
+def _all_reserved(peak: Peak) -> Peak:
+    """What lies in the memory of graphs the allocator counts as free between steps."""
+    return replace(peak, bytes=peak.reserved_bytes)
 
 
 def checkpointed(forward: Forward) -> Forward:
