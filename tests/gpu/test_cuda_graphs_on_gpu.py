@@ -14,6 +14,7 @@ from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.runtime.cuda_graphs import CudaGraphs
 
 DEVICE = torch.device("cuda")
+RATE = 0.01
 
 
 class Block(nn.Module):
@@ -93,7 +94,7 @@ def test_steps_are_the_same_bit_for_bit() -> None:
 def test_a_fit_holds_its_budget_as_graphs(executor: str) -> None:
     torch.manual_seed(0)
     model = ConvNet().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     workload = memfit.Workload(model, loss_of, optimizer, batch_of(0))
     fitted = memfit.fit_workload(workload, "75%", executor=executor, cuda_graphs=True)
     result = fitted.result
@@ -104,7 +105,45 @@ def test_a_fit_holds_its_budget_as_graphs(executor: str) -> None:
     assert result.numerics.agree, result.numerics
     off = result.measured.peak_bytes / result.predicted.peak_bytes - 1
     assert abs(off) < 0.05, off
-    losses = [float(fitted.step(batch_of(seed % 2))) for seed in range(12)]
-    assert losses[-1] < losses[0]
+    plain = copy.deepcopy(model)
+    other = torch.optim.SGD(plain.parameters(), RATE, momentum=0.9)
+    for seed in range(12):
+        loss = fitted.step(batch_of(seed % 2))
+        other.zero_grad()
+        expected = loss_of(plain, batch_of(seed % 2))
+        expected.backward()
+        other.step()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=0.02, atol=0)
     assert fitted.applied.graphs.replays >= 10
     fitted.undo()
+
+
+def test_a_capture_that_is_broken_off_leaves_nothing_behind() -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1024, 1024)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return x * (2.0 if float(x.detach().sum()) > 0 else 1.0)
+
+    model = Asking().to(DEVICE)
+    batch = torch.randn(4096, 1024, device=DEVICE)
+    graphs = CudaGraphs(model)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    with graphs.at_work(lambda: None):
+        for _ in range(3):
+            model(batch).sum().backward()
+            model.zero_grad()
+    assert graphs.refused is not None and graphs.replays == 0
+    assert torch.isfinite(torch.randn(8, device=DEVICE)).all()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved + 2**25  # the scratch of cuBLAS
+    convolutions = ConvNet().to(DEVICE)
+    graphs = CudaGraphs(convolutions)
+    with graphs.at_work(lambda: None):
+        for seed in range(3):
+            loss_of(convolutions, batch_of(seed)).backward()
+    assert graphs.refused is None and graphs.replays == 2

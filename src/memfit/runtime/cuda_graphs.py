@@ -17,8 +17,9 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -76,6 +77,20 @@ class Cuda:
         _forget_cublas_scratch()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+    def mend(self, device: torch.device, pool: Any) -> None:
+        """End what a recording left behind that CUDA broke off, which torch does not.
+
+        Else allocations would go on into its memory, and random numbers would wait for its end.
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with suppress(RuntimeError):  # there is nothing to end after any other failure
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with self.recording(self.graph(), self.pool()):
+                pass
 
     def hidden_bytes(self, device: torch.device) -> int:
         """What was in use since `clear`, and is not now."""
@@ -166,18 +181,22 @@ class CudaGraphs:
     def _capture(
         self, forward: Forward, leaves: Sequence[Any], spec: TreeSpec, now: _Circumstances
     ) -> _Captured | None:
+        pool = self._cuda.pool()
         try:
             with _casting_anew():
-                return capture(forward, self.model, leaves, spec, now, self._cuda)
+                return capture(forward, self.model, leaves, spec, now, self._cuda, pool)
         except (RuntimeError, _CannotBe) as error:
-            gc.collect()
-            self._warm = None
             self.no_room = is_out_of_memory(error)
-            if self.no_room:
-                self._refuse("there is no room for its memory")
-            else:
-                self._refuse(str(error).strip().splitlines()[0])
-            return None
+            why = str(error).strip().splitlines()[0]
+        # Outside of the except block what the failed capture held is free.
+        gc.collect()
+        if self.no_room:
+            why = "there is no room for its memory"
+        else:
+            self._cuda.mend(_device(self.model), pool)
+        self._warm = None
+        self._refuse(why)
+        return None
 
     def _refuse(self, why: str) -> None:
         self.refused = why
@@ -351,9 +370,10 @@ def capture(
     spec: TreeSpec,
     made_in: _Circumstances,
     cuda: Cuda,
+    pool: Any,
 ) -> _Captured:
     """Capture a call of the forward and its backward; nothing is computed yet."""
-    device, pool = _device(model), cuda.pool()
+    device = _device(model)
     gc.collect()
     cuda.clear(device)
     inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -390,13 +410,15 @@ def capture(
 
 @contextmanager
 def _casting_anew() -> Iterator[None]:
-    """No copies of weights from before: autocast keeps them, a graph must make them every time."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    """No casts of weights from before, nor for later: autocast keeps them, a graph makes its own.
+
+    They are dropped, for to switch keeping them off is a change that compiled code is made for.
+    """
+    torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -62,7 +63,7 @@ class OnCpu(Cuda):
 
     def __init__(self, model: nn.Module, failure: Exception | None = None) -> None:
         self.model, self.failure = model, failure
-        self.captures = 0
+        self.captures = self.mended = 0
 
     def graph(self) -> Graph:
         return Graph()
@@ -82,6 +83,9 @@ class OnCpu(Cuda):
             raise self.failure
 
     def clear(self, device: torch.device) -> None: ...
+
+    def mend(self, device: torch.device, pool: Any) -> None:
+        self.mended += 1
 
     def hidden_bytes(self, device: torch.device) -> int:
         return 7
@@ -324,6 +328,7 @@ def test_a_capture_that_fails_is_said_and_the_step_runs(error: Exception, why: s
     twins.check()
     assert why in str(twins.graphs.refused)
     assert twins.cuda.captures == 1
+    assert twins.cuda.mended == (not twins.graphs.no_room)
     assert twins.graphs.no_room == isinstance(error, torch.OutOfMemoryError)
     twins.graphs.release()
     assert (twins.graphs.refused is None) == isinstance(error, torch.OutOfMemoryError)
@@ -406,6 +411,40 @@ def test_a_plan_runs_as_graphs(executor: str) -> None:
     results = [_trained(copy.deepcopy(model), replace(plan, cuda_graphs=g)) for g in (False, True)]
     for one, other in zip(*map(tree_leaves, results), strict=True):
         assert torch.equal(one, other)
+
+
+def test_compiled_code_is_there_when_a_step_is_captured() -> None:
+    """To compile would end the capture."""
+
+    class Unrecorded(OnCpu):
+        @contextmanager
+        def recording(self, graph: Graph, pool: Any) -> Iterator[None]:
+            begun = counters["stats"]["unique_graphs"]
+            yield
+            self.captures += 1
+            assert counters["stats"]["unique_graphs"] == begun
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.two(torch.tanh(self.one(x)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = (torch.randn(256, 16), torch.randint(16, (256,)))
+    profile = profile_workload(Workload(model, loss_of, optimizer, batch), executor="graph")
+    plan = make_plan(profile, Goal(activation_reduction=0.2))
+    applied = Applied(plan, model)
+    cuda = Unrecorded(model)
+    applied.graphs = CudaGraphs(model, cuda)
+    with applied:
+        for _ in range(2):
+            loss_of(model, batch).backward()
+    assert applied.graphs.refused is None and cuda.captures == 2
 
 
 def _trained(model: nn.Module, plan: Plan) -> Any:

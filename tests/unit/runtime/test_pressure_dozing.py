@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
@@ -53,9 +54,17 @@ class Allocator:
 class HookedCalls:
     """Tells of calls by torch's own hooks, where Python cannot."""
 
-    def start(self, seen: Callable[[object], None]) -> bool:
+    def start(self, seen: Callable[[object], tuple[int, float]]) -> bool:
+        self.left_out, self.until = 0, 0.0
+
+        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if self.left_out and time.monotonic() < self.until:
+                self.left_out -= 1
+            else:
+                self.left_out, self.until = seen(args[0] if args else None)
+
         register = nn.modules.module.register_module_forward_pre_hook
-        self._handle = register(lambda module, args: seen(args[0] if args else None))
+        self._handle = register(called)
         return True
 
     def stop(self) -> None:
@@ -441,6 +450,45 @@ def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
             assert not awake.dozes
 
 
+def test_calls_are_left_out_while_they_cannot_fill_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Room:
+        capacity, looks, free = 10**6, 0, 640
+
+        def read_capacity(self) -> None: ...
+
+        def room(self) -> int:
+            self.looks += 1
+            return self.free
+
+    def left_out(bytes_in: int) -> int:
+        calls, until = watching._called(torch.ones(bytes_in // 4) if bytes_in else None)
+        assert not calls or 0 < until - time.monotonic() <= 0.01  # ten times 1 ms, if all is free
+        return calls
+
+    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
+    monkeypatch.setattr(attention, "_LOOK_S", 0.001)
+    monkeypatch.setattr(attention.time, "monotonic", lambda: 5.0)
+    room: Any = Room()
+    watching = attention.Attention(room)
+    watching._may_doze, watching._dozes = True, True
+    watching.begin()
+    watching._seen = 10**4
+    try:
+        assert left_out(0) == 0 and room.looks == 1  # how large they are is not known
+        # 640 bytes of room are 40 that may go into modules: 4 now, and 4 each nine times.
+        assert left_out(4) == 9 and room.looks == 1
+        assert left_out(4) == 10 and room.looks == 2
+        assert left_out(40) == 1 and room.looks == 3
+        room.free = 10**6
+        assert left_out(4) == 32 and room.looks == 4
+        watching._seen = 63
+        assert left_out(4) == 4, "it has not seen much yet"
+    finally:
+        watching.end()
+
+
 def test_it_stays_awake_where_python_cannot_tell_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "can_see_calls", lambda: False)
     made = Allocator()
@@ -455,18 +503,26 @@ def test_it_stays_awake_where_python_cannot_tell_of_calls(monkeypatch: pytest.Mo
 def test_calls_are_seen_until_they_are_not_wanted() -> None:
     seen: list[object] = []
     calls, linear, value = ModuleCalls(), nn.Linear(2, 2), torch.ones(1, 2)
-    assert calls.start(seen.append)
+
+    def called(argument: object) -> tuple[int, float]:
+        seen.append(argument)
+        return 2 if len(seen) == 3 else 0, float("inf")
+
+    assert calls.start(called)
     nn.Sequential(linear)(value)
     linear(input=value)
+    for _ in range(3):  # two are left out
+        linear(value)
     calls.stop()
     linear(value)
-    assert seen[0] is value and seen[1] is value and seen[2:] == [None]
+    assert seen[0] is value and seen[1] is value and seen[2] is None
+    assert seen[3] is value and len(seen) == 4
     monitoring: Any = sys.monitoring
     assert monitoring.get_tool(3) is None and monitoring.get_tool(4) is None
     monitoring.use_tool_id(3, "other")
     monitoring.use_tool_id(4, "other")
     try:
-        assert not calls.start(seen.append)
+        assert not calls.start(called)
     finally:
         monitoring.free_tool_id(3)
         monitoring.free_tool_id(4)

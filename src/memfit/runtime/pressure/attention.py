@@ -2,9 +2,11 @@
 
 Hooks that do nothing cost the host a microsecond and more for each saved tensor. So a valve that
 saw memory far from short in a whole step takes its hooks away. Then it looks at the memory in use
-when modules are called: after so many bytes went into them that there could be too little room,
-and every two milliseconds. When it finds too much in use it sets its hooks again, in the middle of
-the forward, and takes in what the graph of this forward saved until then, the longest idle first.
+when modules are called: after so many bytes went into them that there could be too little room, and
+after some milliseconds, more of them the more room there is. Calls that could not fill the room if
+each got as much as the largest so far are left out, 32 at most, once some steps were seen. When it
+finds too much in use it sets its hooks again, in the middle of the forward, and takes in what the
+graph of this forward saved until then, the longest idle first.
 
 Limits. A valve that dozes does not see what is allocated between calls of modules or in a backward:
 between the memory at which it wakes and the threshold there must be room for that. What was saved
@@ -28,7 +30,10 @@ from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, i
 from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
 
-_LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA
+_LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA,
+_PATIENCE = 10  # times as long if all memory were free
+_LEFT_OUT = 32  # calls in a row that are not looked at,
+_SEEN = 16  # and one at most for so many that were: those of some steps, to know the largest
 _SHARE = 16  # a module may allocate so many times what goes into it
 _CAPACITY_S = 1.0  # asking the driver takes too long for every step
 
@@ -45,7 +50,7 @@ class Attention:
         self._dozes = False
         self._may_doze = can_see_calls()
         self._look_at = self._ask_again_at = 0.0
-        self._bytes_left = 0
+        self._bytes_left = self._largest = self._seen = 0
 
     @property
     def dozes(self) -> bool:
@@ -92,12 +97,20 @@ class Attention:
         self._look_at = 0.0
         return self._calls.start(self._called)
 
-    def _called(self, value: object) -> None:
-        """A module is called with a value."""
+    def _called(self, value: object) -> tuple[int, float]:
+        """A module is called with a value; how many calls after it do not matter, and how long."""
         if type(value) is torch.Tensor:
-            self._bytes_left -= value.nbytes
+            size = value.nbytes
+            self._largest = max(self._largest, size)
+            self._bytes_left -= size
+        self._seen += 1
         if self._bytes_left < 0 or time.monotonic() >= self._look_at:
             self._look(value)
+        if self._bytes_left < self._largest or not self._largest or self._hooks is not None:
+            return 0, 0.0
+        leave_out = min(_LEFT_OUT, self._seen // _SEEN, self._bytes_left // self._largest)
+        self._bytes_left -= leave_out * self._largest
+        return leave_out, self._look_at
 
     def _look(self, value: object) -> None:
         if not self._in_forward():
@@ -109,7 +122,8 @@ class Attention:
                 self._read_capacity()
             room = self._saved_tensors.room()
             if room > 0:
-                self._look_at = time.monotonic() + _LOOK_S
+                share = room / self._saved_tensors.capacity
+                self._look_at = time.monotonic() + _LOOK_S * max(1.0, share * _PATIENCE)
                 self._bytes_left = room // _SHARE
                 return
             self._wake()

@@ -204,6 +204,11 @@ class SavedTensors:
             moves = self._leaving or self._away or self._ahead
             return not moves and highest <= self._marks.quiet
 
+    @property
+    def capacity(self) -> int:
+        """Bytes that there may be."""
+        return self._marks.capacity
+
     def room(self) -> int:
         """Bytes that may be allocated before every saved tensor is worth a look."""
         with self._lock:
