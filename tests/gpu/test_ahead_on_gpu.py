@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +73,58 @@ def test_workers_leave_code_and_take_no_memory(monkeypatch: pytest.MonkeyPatch) 
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b)
     segments.close()
+
+
+FIRST = """
+import logging, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from memfit.runtime.compile import ahead
+from memfit.runtime.compile.compiled import CompiledSegments
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(256), nn.Dropout(0.1)
+        self.mixed, self.wide = nn.Linear(256, 768), nn.Linear(256, 1024)
+        self.narrow = nn.Linear(1024, 256)
+
+    def forward(self, x):
+        parts = self.mixed(self.norm(x)).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(*parts, dropout_p=0.1, is_causal=True)
+        x = x + self.dropout(y.transpose(1, 2).flatten(2))
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+class Loss(nn.Module):
+    def forward(self, scores, labels):
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels.flatten())
+
+logging.basicConfig(level=logging.INFO)
+block, loss, head = Block().cuda(), Loss(), nn.Linear(256, 1001, bias=False).cuda()
+x = torch.randn(4, 128, 256, device="cuda", requires_grad=True)
+scores = torch.randn(4, 128, 1001, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+labels = torch.randint(1001, (4, 128), device="cuda")
+calls = [(block.forward, (x,)), (head.forward, (x,)), (loss.forward, (scores, labels))]
+segments = CompiledSegments("inductor")
+with torch.autocast("cuda", torch.bfloat16):
+    with segments.measuring(), segments.ahead():
+        for forward, args in calls:
+            segments(forward, args, {})
+        assert len(segments.workers.work) == 3
+    assert not ahead._failed
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    for forward, args in calls:
+        segments(forward, args, {}).sum().backward()
+    assert counters["inductor"]["fxgraph_cache_miss"] == misses, "compiled again"
+assert not ahead._failed
+"""
+
+
+def test_workers_are_the_first_to_compile_a_transformer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process that compiled nothing yet: what inductor does first must not need the GPU."""
+    monkeypatch.setenv(ahead.ASKED, "3")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    run = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -13,6 +13,7 @@ torch for a worker. Limits: Linux; what measures on the device to compile (`max_
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -20,9 +21,11 @@ import signal
 import sys
 import textwrap
 import time
+import traceback
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +40,7 @@ MOST_WORKERS = 8  # each may come to some hundred MB of host memory of its own
 LIMIT_S = 180  # for one that hangs: threads of this process may hold locks when it is forked
 _KERNELS_AT_ONCE = 8
 _TEXT_CHARACTERS = 200
+_FRAMES = 4  # of where a worker failed
 
 _failed = False  # whether a worker of this process failed: there are no more after that
 
@@ -70,6 +74,26 @@ def wake_inductor() -> None:
     getattr(async_compile, "maybe_warm_pool", lambda: None)()  # not in all releases
 
 
+@functools.cache
+def _compile_once(device: torch.device) -> None:
+    """Compile next to nothing, so that what inductor does once is done before a fork.
+
+    It loads modules and traces patterns then, which every worker would do again, and asks the
+    device what a worker cannot.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def tiny(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.ops.aten.mm.default(x, y), torch.ops.aten.mul.Tensor(x, y)]
+
+    with FakeTensorMode(), config.patch(fx_graph_cache=False):
+        inputs = [torch.empty(16, 16, device=device, dtype=torch.bfloat16) for _ in "xy"]
+        compile_fx_inner(make_fx(tiny)(*inputs), inputs, is_inference=True)
+
+
 def give_up(reason: str) -> None:
     """Have no more workers in this process, and say why."""
     global _failed
@@ -87,6 +111,16 @@ class Workers:
         self.worker: Worker | None = None  # what this process is, if it is one of them
         self._running: dict[int, int] = {}  # process -> where it says what went wrong
         self._begin = time.monotonic()
+
+    def prepare(self) -> None:
+        """Do once what the workers would each do again; before anything is traced."""
+        device = _known_device()
+        if not self.most or device is None:
+            return
+        try:
+            _compile_once(torch.device("cuda", device))
+        except Exception as error:
+            give_up(_shown(error))
 
     def fork(self, work: Hashable) -> None:
         """Start a worker, which goes on from here too; wait for a place if there is none.
@@ -217,8 +251,15 @@ class Worker:
         return os.waitpid(self._kernels.pop(0), 0)[1] != 0
 
     def _say(self, error: BaseException) -> None:
-        text = textwrap.shorten(f"{type(error).__name__}: {error}", _TEXT_CHARACTERS)
-        os.write(self._write, text.encode())
+        os.write(self._write, _shown(error).encode())
+
+
+def _shown(error: BaseException) -> str:
+    """An error in one line, with the calls it came from."""
+    text = textwrap.shorten(f"{type(error).__name__}: {error}", _TEXT_CHARACTERS)
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    calls = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
+    return f"{text} ({calls})"
 
 
 def _fork() -> int:

@@ -170,6 +170,7 @@ class CompiledSegments:
         """
         assert not self.workers.most, "there are workers already"
         self.workers = Workers(self.worker_count)
+        self.workers.prepare()
         try:
             yield
             self.workers.close()

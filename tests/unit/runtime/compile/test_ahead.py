@@ -169,9 +169,34 @@ def test_a_worker_that_fails_is_said_once_and_is_the_last(
     with caplog.at_level(logging.WARNING):
         _traced_ahead(segments, Squares())
     assert "no such device" in caplog.text and len(caplog.records) == 1
+    assert " fail)" in caplog.text, "where it failed"
     with segments.measuring(), segments.ahead():
         segments(Norm().forward, (_input(),), {})
         assert not segments.workers.work
+
+
+def test_inductor_is_loaded_before_anything_is_forked(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU; what it compiles then leaves nothing behind."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(ahead, "_known_device", lambda: 1)
+    monkeypatch.setattr(ahead, "_compile_once", asked.append)
+    ahead.Workers(0).prepare()
+    assert not asked
+    with segments.ahead():
+        assert asked == [torch.device("cuda", 1)]
+    monkeypatch.setattr(ahead, "_compile_once", lambda device: 1 // 0)
+    ahead.Workers(2).prepare()
+    assert ahead._failed and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.slow
+def test_what_is_compiled_to_load_inductor_is_not_kept() -> None:
+    hits, misses = _found()
+    with fresh_cache():
+        ahead._compile_once(torch.device("cpu"))
+    assert _found() == (hits, misses)
 
 
 def test_a_process_that_cannot_fork_goes_on_alone(
