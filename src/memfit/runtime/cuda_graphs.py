@@ -2,13 +2,14 @@
 
 Where kernels are short the device waits for Python: a ResNet-50 of 64 images on an H200 is 20 ms of
 kernels in a step of 36. The first call of the model runs as ever and shows whether it draws random
-numbers; the second is captured, with the memory that it takes, and from then on both graphs are
-launched again. The same kernels run in the same order, so the numbers are the same.
+numbers or keeps count of anything; the second is captured, with the memory that it takes, and from
+then on both graphs are launched again. The same kernels run in the same order, so the numbers are
+the same.
 
 A graph is one forward with its backward, for inputs of one shape, parameters in one place and
 modules in one mode. Any other call runs as ever and gives the graphs' memory back. What Python does
-in the forward besides (hooks of inner modules, counters) would not be done again: a model with such
-hooks is not captured. The graphs keep the memory of the step between steps, so nothing else can
+in the forward besides would not be done again: a model with hooks inside, or whose forward leaves
+traces, is not captured. The graphs keep the memory of the step between steps, so nothing else can
 have it; gradients lie in it, too, and are copied where the next forward would overwrite them.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -33,7 +33,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from memfit.measure.step import is_out_of_memory
 from memfit.runtime.calls import Forward, replaced_forward
 from memfit.runtime.pressure.innards import hooks_in_force
-from memfit.runtime.random_state import RandomState
+from memfit.runtime.traces import Traces
 from memfit.workload import unwrap
 
 log = logging.getLogger(__name__)
@@ -169,13 +169,13 @@ class CudaGraphs:
 
     def _as_ever(self, forward: Forward, args: Any, kwargs: Any, now: _Circumstances) -> Any:
         self.as_ever = "the first call of its kind"
-        before = RandomState.of([_device(self.model)]), random.getstate()
+        before = Traces.of(self._modules, _device(self.model))
         output = forward(*args, **kwargs)
-        after = RandomState.of([_device(self.model)]), random.getstate()
-        if before[0].same_as(after[0]) and before[1] == after[1]:
+        left = before.left_since()
+        if left is None:
             self._warm = now
         else:
-            self._refuse("its forward draws random numbers")
+            self._refuse(left)
         return output
 
     def _capture(

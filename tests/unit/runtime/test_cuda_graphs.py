@@ -290,6 +290,48 @@ def test_random_numbers_are_not_captured(caplog: pytest.LogCaptureFixture) -> No
     assert twins.cuda.captures == twins.graphs.replays == 0
 
 
+class Counting(ConvNet):
+    """Does something in Python, by what it is told to do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.count, self.losses, self.by_name = what, 0, [], {"calls": 0}
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        exec(self.what)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("self.count += 1", "the attribute count of a Counting"),
+        ("self.losses.append(1.0)", "the attribute losses of a Counting"),
+        ("self.by_name['calls'] += 1", "the attribute by_name of a Counting"),
+        ("self.head.seen = images", "the attribute seen of a Linear"),
+        ("__import__('random').random()", "random numbers"),
+        ("__import__('numpy').random.rand()", "random numbers"),
+    ],
+)
+def test_a_forward_that_leaves_traces_is_not_captured(what: str, why: str) -> None:
+    model = Counting(what)
+    graphs = CudaGraphs(model, OnCpu(model))
+    with graphs.at_work(lambda: None):
+        for seed in range(3):
+            loss_of(model, batch_of(seed)).backward()
+    assert why in str(graphs.refused)
+    assert model.count in (0, 3) and len(model.losses) in (0, 3)
+
+
+def test_a_forward_that_leaves_none_is_captured() -> None:
+    model = Counting("self.count = float('nan'); self.count = 0; self.losses.sort()")
+    graphs = CudaGraphs(model, OnCpu(model))
+    with graphs.at_work(lambda: None):
+        for seed in range(3):
+            loss_of(model, batch_of(seed)).backward()
+    assert graphs.refused is None and graphs.replays == 2
+
+
 def test_hooks_of_inner_modules_are_called() -> None:
     twins = Twins()
     calls: list[Any] = []
