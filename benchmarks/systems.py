@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from memfit.workload import Workload
 Rows = dict[str, dict[str, Any]]
 WARMUP = 3
 LIMIT_S = 40.0  # of timing: then three rounds are enough
+QUICK_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ def time_systems(workload: Workload, systems: Mapping[str, System], rows: Rows, 
             rows.setdefault(name, {}).update(
                 step_s=timing.median_s, spread_s=timing.spread_s, rounds=len(timing.samples)
             )
+
+
+def quick_seconds(
+    workload: Workload, systems: Mapping[str, System], rows: Rows, names: Sequence[str]
+) -> dict[str, float]:
+    """Seconds of these systems that have a peak, by a few steps: to tell them apart, no result."""
+    works = {n: _step(workload, systems[n]) for n in names if "peak_bytes" in rows[n]}
+    timings = time_interleaved(works, workload.device, rounds=3, warmup=1, limit_s=QUICK_LIMIT_S)
+    return {name: timing.median_s for name, timing in timings.items()}
 
 
 def traffic(applied: Applied, rates: Any) -> dict[str, Any]:

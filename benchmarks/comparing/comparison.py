@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from common import say, tidy
-from systems import Rows, System, peak_of, time_systems
+from systems import Rows, System, peak_of, quick_seconds, time_systems
 from workloads import build
 
 import memfit
@@ -29,6 +29,7 @@ from memfit.workload import Workload
 
 LESSONS = 3  # plans that are run to learn about their variants
 ALIKE = 0.01  # peaks that one plan answers, at the lowest of them
+SLOWER = 0.95  # of a peer's seconds: one that takes less at a lower peak stands for both
 UNPLANNED = "memfit unplanned"
 SMALLEST = "smallest"
 MATCH = "memfit at the peak of: "
@@ -136,7 +137,9 @@ class Comparison:
             for name in self.arguments.peers:
                 self._measure_peer(name, systems, rows)
         if self.arguments.match:
-            matches = self._matches(profile, rows)
+            with untouched(self.workload):
+                seconds = quick_seconds(self.workload, systems, rows, self.arguments.peers)
+            matches = self._matches(profile, rows, seconds)
             with untouched(self.workload):
                 self._measure(matches, systems, rows)
         with untouched(self.workload):
@@ -223,12 +226,14 @@ class Comparison:
         system = System(apart=prepared.apart, step=prepared.step, seen=prepared.seen)
         self._measure({name: system}, systems, rows)
 
-    def _matches(self, profile: Profile, rows: Rows) -> dict[str, System]:
+    def _matches(
+        self, profile: Profile, rows: Rows, seconds: dict[str, float]
+    ) -> dict[str, System]:
         """Plans of recompute at the peers' own peaks, in live bytes as these are counted."""
         live = replace(profile, allocator=None)
         assert profile.baseline is not None
         found: dict[str, System] = {}
-        for peer, peak in lowest_peaks(rows, profile.baseline.peak_bytes).items():
+        for peer, peak in lowest_peaks(rows, profile.baseline.peak_bytes, seconds).items():
             say(f"  {self.name}: planning at the peak of {peer}")
             goal = Goal(budget_bytes=peak)
             try:
@@ -245,16 +250,20 @@ class Comparison:
         return found
 
 
-def lowest_peaks(rows: Rows, below: int) -> dict[str, int]:
-    """The peers whose peaks are worth a plan of their own: of those alike, the lowest one."""
+def lowest_peaks(rows: Rows, below: int, seconds: dict[str, float]) -> dict[str, int]:
+    """The peers whose peaks are worth a plan of their own: of those alike, the lowest one.
+
+    One that is slower than another at a lower peak needs none: the other's is the harder to match.
+    """
     peaks = sorted(
         (row["peak_bytes"], name)
         for name, row in rows.items()
-        if not name.startswith("memfit") and row.get("peak_bytes", below) < below
+        if name in seconds and row["peak_bytes"] < below
     )
     found: dict[str, int] = {}
     for peak, name in peaks:
-        if not found or peak > (1 + ALIKE) * max(found.values()):
+        beaten = any(seconds[other] < SLOWER * seconds[name] for other in found)
+        if not beaten and peak > (1 + ALIKE) * max(found.values(), default=0):
             found[name] = peak
     return found
 

@@ -99,7 +99,10 @@ def test_peaks_that_are_alike_are_matched_once_by_the_lowest():
 
     peaks = {"eager": 100, "a": 805, "b": 800, "c": 500, "memfit 80%": 700, "d": 1000}
     rows = {name: {"peak_bytes": peak} for name, peak in peaks.items()} | {"e": {"error": "no"}}
-    assert lowest_peaks(rows, 1000) == {"eager": 100, "c": 500, "b": 800}
+    seconds = {"eager": 9.0, "a": 5.0, "b": 5.0, "c": 6.0, "d": 4.0}
+    assert lowest_peaks(rows, 1000, seconds) == {"eager": 100, "c": 500, "b": 800}
+    seconds["eager"] = 5.0
+    assert lowest_peaks(rows, 1000, seconds) == {"eager": 100, "b": 800}, "c is slower, with more"
 
 
 def test_inside_refuses_peers_that_change_the_model(capsys):
