@@ -42,6 +42,9 @@ def _everything(rows: Mapping[str, Row]) -> list[str]:
         if "step_s" not in swap:
             lines.append(f"| {key} | | {swap['error']} |" + " |" * 9)
             continue
+        if not moved["moved_bytes"]:
+            lines.append(f"| {key} | {_ms(plain)}, {_mb(plain)} | nothing was moved |" + " |" * 9)
+            continue
         peer = systems.get("save_on_cpu", {})
         beside = "not measured"
         if "step_s" in peer:
