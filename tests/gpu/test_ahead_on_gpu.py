@@ -56,7 +56,7 @@ def test_workers_leave_code_and_take_no_memory(monkeypatch: pytest.MonkeyPatch) 
         with segments.measuring(), segments.ahead():
             for block, x in zip(blocks, inputs, strict=True):
                 segments(block.forward, (x,), {})
-            assert len(segments.workers.work) == len(blocks)
+            assert len(segments.workers.work) == 2 * len(blocks)
             torch.cuda.synchronize()
             free, _ = torch.cuda.mem_get_info()
             end = time.monotonic() + WATCHED_S
@@ -110,7 +110,7 @@ with torch.autocast("cuda", torch.bfloat16):
     with segments.measuring(), segments.ahead():
         for forward, args in calls:
             segments(forward, args, {})
-        assert len(segments.workers.work) == 3
+        assert len(segments.workers.work) == 6
     assert not ahead._failed
     misses = counters["inductor"]["fxgraph_cache_miss"]
     for forward, args in calls:

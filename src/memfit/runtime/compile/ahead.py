@@ -1,9 +1,9 @@
 """Compile segments in copies of this process, so that several are compiled at once.
 
-A worker is forked where a traced segment is about to be compiled. It compiles both halves with
-inductor, which leaves the code in its cache on disk, and ends. Meanwhile this process runs the
-traced operators; when it compiles the segment itself, later, the cache has the code. A worker
-hands nothing else over, so one that fails costs time only.
+A worker is forked where a half of a traced segment, its forward or its backward, is about to be
+compiled. It does that with inductor, which leaves the code in its cache on disk, and ends. This
+process runs the traced operators meanwhile; when it compiles the segment itself, later, the cache
+has the code. A worker hands nothing else over, so one that fails costs time only.
 
 Forked processes cannot use CUDA and take no memory on the card: what inductor asks of the device
 is answered with what this process knew, and kernels are compiled but not loaded. Autograd does not

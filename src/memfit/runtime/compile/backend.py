@@ -350,10 +350,10 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
     workers = segments.workers if plain else Workers(0)
 
     def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        backward = options.get("is_backward")
-        names = _input_names(half)  # compiling changes the graph
-        work = (compilation.key, compilation.choice.saved)
-        if compilation.key is not None and not backward:
+        backward = bool(options.get("is_backward"))
+        names, strides = _input_names(half), _output_strides(half)  # compiling changes the graph
+        work = (compilation.key, compilation.choice.saved, backward)
+        if compilation.key is not None and workers.worker is None:
             workers.fork(work)
         if plain and workers.worker is None:
             compiled = _boxed(half)
@@ -364,13 +364,15 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             compilation.code_s += time.perf_counter() - begun
             if work in segments.made_ahead and _cache_misses() > misses:
                 give_up(f"torch's cache has not got what others made for {compilation.kind}")
-        if not backward:
-            return compilation.forward(names, compiled)
         if not plain:
             segments.made_ahead.discard(work)  # other settings may need other code later
-        if workers.worker is not None:
+        if workers.worker is not None and (backward or _keeps_strides(strides)):
             workers.worker.end()
-        return compilation.backward(compiled)
+        # Where fused code lays out what it saves in another way than the traced operators, the
+        # worker that knows this goes on with the backward; the other one's is for nothing.
+        if backward:
+            return compilation.backward(compiled)
+        return compilation.forward(names, compiled)
 
     partitioner = _Partitioner(compilation)
     try:
@@ -393,6 +395,23 @@ def _cache_misses() -> int:
 
 def _input_names(half: fx.GraphModule) -> list[str]:
     return [n.name for n in half.graph.find_nodes(op="placeholder")]
+
+
+def _output_strides(half: fx.GraphModule) -> list[tuple[int, ...] | None]:
+    """How the results lie in memory, as traced."""
+    values = [getattr(node, "meta", {}).get("val") for node in half.graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [tuple(v.stride()) if isinstance(v, torch.Tensor) else None for v in values]
+
+
+def _keeps_strides(traced: Sequence[tuple[int, ...] | None]) -> bool:
+    """Whether the code that was just compiled leaves its results as they were traced.
+
+    Inductor says so to whoever compiles a forward.
+    """
+    context = TracingContext.try_get()
+    compiled = None if context is None else context.output_strides
+    pairs = zip(traced, compiled or (), strict=False)
+    return all(t is None or c is None or t == tuple(map(int, c)) for t, c in pairs)
 
 
 def _boxed(module: fx.GraphModule) -> Boxed:

@@ -58,7 +58,7 @@ def _traced(segments: CompiledSegments, module: nn.Module) -> str:
 def _traced_ahead(segments: CompiledSegments, module: nn.Module) -> str:
     with segments.ahead():
         key = _traced(segments, module)
-        assert len(segments.workers.work) == 1
+        assert len(segments.workers.work) == 2, "its forward and its backward"
     return key
 
 
@@ -96,10 +96,10 @@ def test_code_of_workers_is_found_and_is_that_of_one_process(segments: CompiledS
         with segments.measuring(), segments.ahead():
             for module in modules:
                 segments(module.forward, (_input(),), {})
-            assert len(segments.workers.work) == 2
+            assert len(segments.workers.work) == 4
         with segments.ahead():
             segments(modules[0].forward, (_input(),), {}, **plans[1])
-            assert len(segments.workers.work) == 1
+            assert len(segments.workers.work) == 2
         hits, misses = _found()
         there = [_step(segments, modules[0], **plan) for plan in plans]
         there.append(_step(segments, modules[1]))
@@ -107,6 +107,34 @@ def test_code_of_workers_is_found_and_is_that_of_one_process(segments: CompiledS
     assert segments.compilations == 2 * compilations
     for a, b in zip(here, there, strict=True):
         assert all(map(torch.equal, a, b))
+
+
+@pytest.mark.slow
+def test_code_for_saved_tensors_that_lie_in_another_way_is_found(
+    segments: CompiledSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor turns convolutions around: their backward is not the traced one's."""
+    kept = []
+    compile_half = backend.compile_fx_inner
+
+    def noted(half: Any, inputs: Any, **options: Any) -> Any:
+        traced = backend._output_strides(half)
+        compiled = compile_half(half, inputs, **options)
+        if not options.get("is_backward"):
+            kept.append(backend._keeps_strides(traced))
+        return compiled
+
+    module = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3))
+    images = torch.randn(2, 8, 9, 9, requires_grad=True)
+    with fresh_cache():
+        with segments.measuring(), segments.ahead():
+            segments(module.forward, (images,), {})
+            assert len(segments.workers.work) == 2
+        monkeypatch.setattr(backend, "compile_fx_inner", noted)
+        hits, misses = _found()
+        segments(module.forward, (images,), {}).sum().backward()
+        assert _found() == (hits + 2, misses)
+    assert kept == [False] and not ahead._failed
 
 
 def test_the_log_tells_what_was_compiled_and_how_long_it_took(
