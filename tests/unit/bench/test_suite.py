@@ -64,6 +64,7 @@ def test_the_suites_are_those_of_the_specification():
         ("memfit:none", "memfit:none"),
         ("memfit:16GiB allow=+offload+tiled_loss executor=graph",) * 2,
         ("memfit-cut:40%", "memfit-cut:40%"),
+        ("memfit:60% launch=graphs", "memfit:60% launch=graphs"),
         ("largest-batch:8GiB", "largest-batch:8GiB"),
     ],
 )
@@ -88,6 +89,8 @@ def test_systems_by_name(system, stored):
         ("memfit:60% hurry=1", "neither allow="),
         ("memfit-cut:40", "share of activation memory"),
         ("memfit-cut:140%", "share of activation memory"),
+        ("memfit:60% launch=all", "nor launch=graphs"),
+        ("largest-batch:8GiB launch=graphs", "not launched as CUDA graphs"),
         ("largest-batch:60%", "means nothing while the batch size is open"),
     ],
 )

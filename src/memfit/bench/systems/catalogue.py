@@ -67,6 +67,8 @@ def _bytes(argument: str) -> None:
     budget, options = memfit_options(argument)
     if budget.endswith("%"):
         raise ValueError("a share means nothing while the batch size is open: give bytes")
+    if "launch" in options:
+        raise ValueError("steps of a search are not launched as CUDA graphs")
     check_budget_text(budget)
     allowed_techniques(options.get("allow"))
 
@@ -124,7 +126,11 @@ FAMILIES = {
         package="deepspeed",
         own_model=True,
     ),
-    "memfit": Family("planned", "a plan: memfit:60%, memfit:16GiB, memfit:none", _budget),
+    "memfit": Family(
+        "planned",
+        "a plan: :60%, :16GiB, :none; :60% allow=+offload executor=graph launch=graphs",
+        _budget,
+    ),
     "memfit-cut": Family("planned", "a plan with 40 % less activation memory: :40%", _cut),
     "largest-batch": Family(
         "largest_batch", "the largest batch in :8GiB, plain and planned", _bytes
@@ -196,13 +202,17 @@ def memfit_name(budget: str, allow: str | None, executor: str | None) -> str:
 
 
 def memfit_options(argument: str) -> tuple[str, dict[str, str]]:
-    """The budget of a memfit system, and its options: allow as the library takes it, executor."""
+    """The budget of a memfit system, and its options: allow as the library takes it, executor, and
+    launch=graphs: as CUDA graphs, where the host holds the step up."""
     budget, *words = argument.split() or [""]
     options = {}
     for word in words:
         name, separator, value = word.partition("=")
-        if not separator or not value or name not in ("allow", "executor"):
-            raise ValueError(f"{word!r} is neither allow=TECHNIQUES nor executor=NAME")
+        known = name in ("allow", "executor") or word == "launch=graphs"
+        if not separator or not value or not known:
+            raise ValueError(
+                f"{word!r} is neither allow=TECHNIQUES nor executor=NAME nor launch=graphs"
+            )
         options[name] = value
     if "allow" in options:  # in one word without commas, which part systems: +a+b adds, a+b is all
         adds = options["allow"].startswith("+")

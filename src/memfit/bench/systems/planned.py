@@ -33,10 +33,10 @@ from memfit.workload import Workload
 def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     """Fit the workload, then hand over the planned step; InfeasibleError when no plan holds."""
     options = fit_options(family, argument)
-    executor = options.get("executor")
+    executor, graphs = options.get("executor"), options.pop("launch", None) == "graphs"
     begun = time.perf_counter()
     with reused():
-        found = setting.profile(executor)
+        found = setting.profile(executor, graphs=graphs)
         profile_s = time.perf_counter() - begun
         handed = found.by != setting.shared.system
         if handed:

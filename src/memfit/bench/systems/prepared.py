@@ -33,14 +33,23 @@ class Setting:
     say: Progress
     shared: SharedProfiles = field(default_factory=SharedProfiles)
 
-    def profile(self, executor: str | None = None) -> Found:
-        """The workload's profile, another cell's where there is one."""
-        found = self.shared.find(self.workload, executor)
+    def profile(self, executor: str | None = None, *, graphs: bool = False) -> Found:
+        """The workload's profile, another cell's where there is one.
+
+        With `graphs` its step is launched as CUDA graphs, where the host holds it up.
+        """
+        how = (executor, graphs)
+        found = self.shared.find(self.workload, how)
         if found is not None:
             self.say(f"using the profile of {found.by}")
             return found
-        made = api.profile(self.workload, executor=executor, progress=self.say)
-        self.shared.keep(made, executor)
+        made = api.profile(
+            self.workload,
+            executor=executor,
+            cuda_graphs=None if graphs else False,
+            progress=self.say,
+        )
+        self.shared.keep(made, how)
         return Found(self.shared.system, made)
 
 

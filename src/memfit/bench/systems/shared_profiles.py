@@ -17,6 +17,8 @@ from memfit.ir.profile import Profile
 from memfit.runtime.signature import describe, model_signature
 from memfit.workload import Workload
 
+How = tuple[str | None, bool]  # by which executor, and whether it may be launched as CUDA graphs
+
 
 @dataclass(frozen=True)
 class Found:
@@ -34,9 +36,9 @@ class SharedProfiles:
     workload: WorkloadSpec | None = None
     system: str = ""
 
-    def find(self, workload: Workload, executor: str | None) -> Found | None:
-        """The profile of this workload by this executor; None when nobody has made it yet."""
-        path = self._path(executor)
+    def find(self, workload: Workload, how: How) -> Found | None:
+        """The profile of this workload, run in this way; None when nobody has made it yet."""
+        path = self._path(how)
         if path is None or not path.exists():
             return None
         found = from_data(Found, json.loads(path.read_text(encoding="utf-8")))
@@ -44,17 +46,17 @@ class SharedProfiles:
         same = (found.profile.fingerprint, found.profile.workload) == here
         return found if same else None  # a function of the user's may build another one each time
 
-    def keep(self, profile: Profile, executor: str | None) -> None:
-        """Leave a profile, asked for by this executor, to the cells that follow."""
-        path = self._path(executor)
+    def keep(self, profile: Profile, how: How) -> None:
+        """Leave a profile, asked for in this way, to the cells that follow."""
+        path = self._path(how)
         if path is None:
             return
         beside = path.with_suffix(".part")
         beside.write_text(json.dumps(to_data(Found(self.system, profile))), encoding="utf-8")
         beside.replace(path)  # a cell may be ended at any moment
 
-    def _path(self, executor: str | None) -> Path | None:
+    def _path(self, how: How) -> Path | None:
         if self.folder is None:
             return None
-        key = json.dumps([to_data(self.workload), executor]).encode()
+        key = json.dumps([to_data(self.workload), *how]).encode()
         return Path(self.folder) / f"{hashlib.sha256(key).hexdigest()[:16]}.profile.json"
