@@ -35,6 +35,11 @@ from memfit.workload import Workload, refuse_compiled
 
 Progress = Callable[[str], None]
 
+BY_LAYERS = (
+    "run by its layers: the host could not keep up with compiled code, unless it is launched as "
+    "CUDA graphs (--cuda-graphs, cuda_graphs=True)"
+)
+
 
 def profile_workload(
     workload: Workload,
@@ -68,7 +73,8 @@ def profile_workload(
         if turned is None:
             turned = executor in (None, "inductor") and prefers_channels_last(workload)
         graphs = cuda_graphs if setup is None else False  # its hooks are Python
-        executor = executor or usual_executor(
+        asked = executor
+        executor = asked or usual_executor(
             workload, convolutions=turned, cuda_graphs=graphs is not False
         )
         turn = partial(channels_last, workload.model, turned)
@@ -103,6 +109,8 @@ def profile_workload(
         if cuda_graphs and times.graphed_peak is None:
             why = times.no_graphs or "there is a set-up at work"
             notes.append(f"not launched as CUDA graphs: {why}")
+        if asked is None and executor == "module" and graphs is False:
+            notes.append(BY_LAYERS)
         notes += ["images are given to the model with their channels last"] if turned else []
         if copy is None:
             notes.append("no room to measure copies to the host: nothing can be moved there")

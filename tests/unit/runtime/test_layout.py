@@ -162,6 +162,7 @@ def test_nobody_asked_and_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> N
     workload = _workload(Net())
     profile = profiling.profile_workload(workload, executor=None)
     assert (profile.executor, profile.channels_last) == ("module", True)
+    assert profiling.BY_LAYERS in profile.notes
     assert profile.baseline is not None
     budget = int(0.8 * profile.baseline.peak_bytes)
     fitted = memfit.fit_workload(workload, budget, profiled=profile, steps=2, allow="recompute")
@@ -209,7 +210,8 @@ def test_a_plain_step_without_room_is_not_launch_bound(monkeypatch: pytest.Monke
 
 def test_a_layout_can_be_asked_for() -> None:
     assert memfit.profile(_workload(Net()), executor="module", channels_last=True).channels_last
-    assert not memfit.profile(_workload(Net()), executor="module").channels_last
+    plain = memfit.profile(_workload(Net()), executor="module")
+    assert not plain.channels_last and profiling.BY_LAYERS not in plain.notes
 
 
 def test_what_layers_cannot_hold_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
