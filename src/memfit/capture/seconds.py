@@ -213,7 +213,7 @@ class StepTimes:
             return None
         whole = replace(peak, bytes=peak.bytes + self._graphs.hidden_bytes)
         log.info(
-            "as CUDA graphs the plain step takes %.0f MB instead of %.0f, %.0f of them in the graphs",
+            "as CUDA graphs the plain step takes %.0f MB instead of %.0f, %.0f in the graphs",
             *(size / 2**20 for size in (whole.bytes, self.plain_peak.bytes)),
             self._graphs.hidden_bytes / 2**20,
         )

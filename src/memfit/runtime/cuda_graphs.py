@@ -181,8 +181,9 @@ class CudaGraphs:
     def _capture(
         self, forward: Forward, leaves: Sequence[Any], spec: TreeSpec, now: _Circumstances
     ) -> _Captured | None:
-        pool = self._cuda.pool()
+        pool: Any = None
         try:
+            pool = self._cuda.pool()
             with _casting_anew():
                 return capture(forward, self.model, leaves, spec, now, self._cuda, pool)
         except (RuntimeError, _CannotBe) as error:
@@ -192,7 +193,7 @@ class CudaGraphs:
         gc.collect()
         if self.no_room:
             why = "there is no room for its memory"
-        else:
+        elif pool is not None:
             self._cuda.mend(_device(self.model), pool)
         self._warm = None
         self._refuse(why)

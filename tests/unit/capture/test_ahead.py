@@ -40,7 +40,9 @@ def test_operators_are_timed_when_the_workers_of_capture_have_ended(
     monkeypatch.setattr(backend, "compile_fx_inner", lambda *_, **__: None)
     with untouched(workload):
         found = captured.capture_segments(workload, find_segments(workload, None)[0], "inductor")
-    assert segments.made_ahead == {(graph.key, None) for graph in found.graphs}
+    assert segments.made_ahead == {
+        (graph.key, None, half) for graph in found.graphs for half in (False, True)
+    }
     assert found.graphs and not segments.workers.most and not ahead._failed
     for graph in found.graphs:
         assert sum(node.seconds for node in graph.nodes) > 0

@@ -68,8 +68,8 @@ class OnCpu(Cuda):
     def graph(self) -> Graph:
         return Graph()
 
-    def pool(self) -> None:
-        return None
+    def pool(self) -> str:
+        return "memory"
 
     @contextmanager
     def recording(self, graph: Graph, pool: Any) -> Iterator[None]:
