@@ -10,7 +10,8 @@ A graph is one forward with its backward, for inputs of one shape, parameters in
 modules in one mode. Any other call runs as ever and gives the graphs' memory back. What Python does
 in the forward besides would not be done again: a model with hooks inside, or whose forward leaves
 traces, is not captured. The graphs keep the memory of the step between steps, so nothing else can
-have it; gradients lie in it, too, and are copied where the next forward would overwrite them.
+have it; gradients lie in it, too, and are copied where the next forward would overwrite them. One
+that was put elsewhere is left there with its memory, and the step is captured anew.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _PLAIN = (
     torch.dtype,
     torch.device,
 )
+_TOLERATED = 3  # captures that are lost because gradients are kept
 _forget_cublas_scratch: Callable[[], None]
 _forget_cublas_scratch = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 
@@ -111,6 +113,7 @@ class CudaGraphs:
         self.replays = 0
         self._captured: _Captured | None = None
         self._warm: _Circumstances | None = None  # of a call that ran as ever
+        self._times_kept = 0  # that gradients were not given back before the next step
 
     @property
     def hidden_bytes(self) -> int:
@@ -150,6 +153,9 @@ class CudaGraphs:
             if self._captured is None and now == self._warm:
                 self._captured = self._capture(forward, leaves, spec, now)
             captured = self._captured
+            if captured is not None and captured.is_kept:
+                self._kept_gradients()
+                captured = None
             if captured is None or captured.made_in != now or captured.is_waiting:
                 self._drop()
                 return self._as_ever(forward, args, kwargs, now)
@@ -159,6 +165,12 @@ class CudaGraphs:
             return captured(leaves)
 
         return call
+
+    def _kept_gradients(self) -> None:
+        """Leave gradients that somebody kept to them, and their memory with these."""
+        self._times_kept += 1
+        if self._times_kept >= _TOLERATED:
+            self._refuse("gradients of earlier steps are kept")
 
     def _circumstances(self, leaves: Sequence[Any], spec: TreeSpec) -> _Circumstances:
         if self.refused is not None:
@@ -297,6 +309,7 @@ class _Captured:
         self.tangents: list[torch.Tensor | None] = []  # of the outputs that are tensors
         self.parameters: list[torch.nn.Parameter] = []
         self.gradients: list[torch.Tensor | None] = []
+        self.users: list[int] = []  # of each gradient's memory, when nobody has it but the graphs
         self.hidden_bytes = 0
         self._waiting: Callable[[], _Ticket | None] = lambda: None
 
@@ -304,6 +317,15 @@ class _Captured:
     def is_waiting(self) -> bool:
         """Whether a backward is still to come, of what another forward would overwrite."""
         return self._waiting() is not None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody has a gradient that this step would overwrite, not as `.grad`."""
+        every = zip(self.parameters, self.gradients, self.users, strict=True)
+        return any(
+            gradient is not None and _users(gradient) - _has(parameter, gradient) > users
+            for parameter, gradient, users in every
+        )
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run the forward on these inputs."""
@@ -316,9 +338,8 @@ class _Captured:
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[_Ticket, list[torch.Tensor]]:
         """Launch the forward; its outputs are copies, which the next step leaves alone."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            there = parameter.grad
-            if there is not None and gradient is not None and _shares(there, gradient):
-                parameter.grad = there.clone()  # this step writes where it lies, from here on
+            if parameter.grad is not None and gradient is not None and _has(parameter, gradient):
+                parameter.grad = parameter.grad.clone()  # this step writes where it lies
         for static, tensor in zip(self.inputs, given, strict=True):
             static.copy_(tensor)
         self.forward.replay()
@@ -335,8 +356,18 @@ class _Captured:
         return [None if g is None else g.detach() for g in self.gradients]
 
 
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _has(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a parameter's gradient is this one."""
+    there = parameter.grad
+    return (
+        there is not None
+        and there.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+    )
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """How many tensors there are with this one's memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class _Step(torch.autograd.Function):
@@ -405,6 +436,7 @@ def capture(
     found.outputs = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
     del results, tensors
     gc.collect()
+    found.users = [0 if g is None else _users(g) for g in found.gradients]
     found.hidden_bytes = cuda.hidden_bytes(device)
     return found
 

@@ -186,6 +186,32 @@ def test_gradients_add_up() -> None:
     assert twins.graphs.replays == 8
 
 
+def test_gradients_that_are_kept_elsewhere_are_left_alone() -> None:
+    twins = Twins()
+    kept = []
+    for seed in range(8):
+        twins.backward(batch_of(seed))
+        twins.check()
+        weights = twins.plain.head.weight, twins.model.head.weight
+        if seed in (2, 5):
+            kept.append([w.grad for w in weights])
+        twins.step()
+        twins.plain.zero_grad()
+        twins.model.zero_grad()
+    for expected, found in kept:
+        assert torch.equal(expected, found)
+    # As graphs but for the first, the one after each that was kept, and the ones that capture anew.
+    assert twins.graphs.refused is None and twins.graphs.replays == 5
+    for seed in range(6):
+        twins.backward(batch_of(seed))
+        kept.append([twins.plain.head.weight.grad, twins.model.head.weight.grad])
+        twins.plain.zero_grad()
+        twins.model.zero_grad()
+    assert twins.graphs.refused == "gradients of earlier steps are kept"
+    for expected, found in kept:
+        assert torch.equal(expected, found)
+
+
 def test_outputs_are_left_alone_by_the_next_step() -> None:
     twins = Twins()
     with twins.graphs.at_work(twins.skip):
