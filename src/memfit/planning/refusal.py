@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.errors import InfeasibleError
+from memfit.ir.profile import Profile
 from memfit.ir.step_graph import LOSS
 from memfit.planning.acts import Act
 from memfit.planning.simulate import Simulator
@@ -95,6 +96,7 @@ def nothing_fits(
         finer = f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}, "
     parts = incompressible_bytes(simulator, leanest)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
+    half = "a smaller batch" if _computes_in_half(profile) else "a smaller batch, or bf16"
     return InfeasibleError(
         f"no plan fits into {format_bytes(budget)}: the smallest possible is "
         f"{format_bytes(minimum)} ({minimum} bytes). Incompressible: "
@@ -108,5 +110,11 @@ def nothing_fits(
         hint=f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
         + finer
-        + "a smaller batch, or bf16",
+        + half,
     )
+
+
+def _computes_in_half(profile: Profile) -> bool:
+    """Whether some operator makes numbers of 16 bits; whole segments do not tell."""
+    made = (node for graph in profile.graphs for node in graph.nodes if node.op != "placeholder")
+    return any(node.shape.startswith(("bfloat16", "float16")) for node in made)

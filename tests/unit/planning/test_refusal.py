@@ -47,3 +47,12 @@ def test_whole_segments_could_be_planned_inside() -> None:
     on_cuda = replace(profile, device=replace(profile.device, type="cuda"))
     assert "--executor inductor, " in _hint(on_cuda)
     assert "--executor" not in _hint(replace(profile, executor="graph"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_half_precision_is_named_where_it_is_not_in_use(dtype: str) -> None:
+    workload = resolve_target(
+        "encoder", device="cpu", batch=2, seq=16, dtype=dtype, overrides=SMALL
+    )
+    hint = _hint(memfit.profile(workload, executor="graph"))
+    assert hint.endswith("a smaller batch" if dtype == "bf16" else "a smaller batch, or bf16")
