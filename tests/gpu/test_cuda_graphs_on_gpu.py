@@ -147,3 +147,18 @@ def test_a_capture_that_is_broken_off_leaves_nothing_behind() -> None:
         for seed in range(3):
             loss_of(convolutions, batch_of(seed)).backward()
     assert graphs.refused is None and graphs.replays == 2
+
+
+def test_gradients_that_a_loop_keeps_stay_as_they_were() -> None:
+    model = ConvNet().to(DEVICE)
+    graphs = CudaGraphs(model)
+    kept = []
+    with graphs.at_work(lambda: None):
+        for seed in range(8):
+            loss_of(model, batch_of(seed)).backward()
+            if seed in (2, 5):
+                kept.append((model.head.weight.grad, model.head.weight.grad.clone()))
+            model.zero_grad()
+    assert graphs.refused is None and graphs.replays == 5
+    for gradient, copied in kept:
+        assert torch.equal(gradient, copied)
