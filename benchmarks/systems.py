@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +39,8 @@ class System:
     @staticmethod
     def of(applied: Applied, cap_bytes: int | None = None) -> System:
         """A plan at work."""
-        return System(
-            lambda: applied,
-            cap_bytes,
-            applied.plan.trim,
-            applied,
-            seen=lambda peak: replace(peak, bytes=peak.bytes + applied.hidden_bytes),
-        )
+        trims = applied.plan.trim
+        return System(lambda: applied, cap_bytes, trims, applied, seen=applied.whole)
 
 
 def measure_systems(workload: Workload, systems: Mapping[str, System], steps: int) -> Rows:

@@ -109,7 +109,7 @@ def profile_workload(
         if cuda_graphs and times.graphed_peak is None:
             why = times.no_graphs or "there is a set-up at work"
             notes.append(f"not launched as CUDA graphs: {why}")
-        if asked is None and executor == "module" and graphs is False:
+        if asked is None and executor == "module" and cuda_graphs is False and setup is None:
             notes.append(BY_LAYERS)
         notes += ["images are given to the model with their channels last"] if turned else []
         if copy is None:

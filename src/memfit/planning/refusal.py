@@ -96,7 +96,7 @@ def nothing_fits(
         finer = f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}, "
     parts = incompressible_bytes(simulator, leanest)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
-    half = "a smaller batch" if _computes_in_half(profile) else "a smaller batch, or bf16"
+    smaller = "a smaller batch" if _computes_in_half(profile) else "a smaller batch, or bf16"
     return InfeasibleError(
         f"no plan fits into {format_bytes(budget)}: the smallest possible is "
         f"{format_bytes(minimum)} ({minimum} bytes). Incompressible: "
@@ -110,7 +110,7 @@ def nothing_fits(
         hint=f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
         + finer
-        + half,
+        + smaller,
     )
 
 

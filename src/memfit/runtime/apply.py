@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -11,6 +12,7 @@ import torch
 
 from memfit.errors import PlanFileError, UsageError
 from memfit.ir.plan import Plan
+from memfit.measure.memory import Peak
 from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
@@ -77,6 +79,10 @@ class Applied(Stacked):
     def hidden_bytes(self) -> int:
         """What is in use within a step and counts as free to the allocator."""
         return 0 if self.graphs is None else self.graphs.hidden_bytes
+
+    def whole(self, peak: Peak) -> Peak:
+        """A peak that the allocator saw, with what was hidden from it."""
+        return replace(peak, bytes=peak.bytes + self.hidden_bytes)
 
     @property
     def lacks_room(self) -> bool:

@@ -338,8 +338,9 @@ class _Captured:
     def run_forward(self, given: Sequence[torch.Tensor]) -> tuple[_Ticket, list[torch.Tensor]]:
         """Launch the forward; its outputs are copies, which the next step leaves alone."""
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            if parameter.grad is not None and gradient is not None and _has(parameter, gradient):
-                parameter.grad = parameter.grad.clone()  # this step writes where it lies
+            there = parameter.grad
+            if there is not None and gradient is not None and _has(parameter, gradient):
+                there.data = there.clone()  # this step writes where it lies
         for static, tensor in zip(self.inputs, given, strict=True):
             static.copy_(tensor)
         self.forward.replay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -94,5 +94,4 @@ def _measure(workload: Workload, planned: Applied, steps: int, accumulate: int) 
         for _ in range(steps):
             run_step(workload, accumulate=accumulate)
 
-    peak = measure_peak(workload, work)
-    return replace(peak, bytes=peak.bytes + planned.hidden_bytes)
+    return planned.whole(measure_peak(workload, work))

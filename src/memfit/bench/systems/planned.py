@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,7 +55,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
         Inside(lambda: applied, work),
         partial(total_static, setting.workload),
         apart=fitted.plan.trim,
-        seen=lambda peak: replace(peak, bytes=peak.bytes + applied.hidden_bytes),
+        seen=applied.whole,
         facts={
             "planned": planned_facts(fitted, fit_s, profile_s, found.by if handed else None),
             "breakdown": dict(fitted.plan.predicted.categories),

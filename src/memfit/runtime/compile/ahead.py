@@ -114,8 +114,8 @@ class Workers:
 
     def prepare(self) -> None:
         """Do once what the workers would each do again; before anything is traced."""
-        device = _known_device()
-        if not self.most or device is None:
+        device = _known_device() if self.most else None
+        if device is None:
             return
         try:
             _compile_once(torch.device("cuda", device))
@@ -221,8 +221,7 @@ class Worker:
             _replace(torch.cuda, "_exchange_device", lambda number: device)
             _replace(torch.cuda, "_maybe_exchange_device", lambda number: device)
             _replace(torch._C, "_cuda_getDevice", lambda: device)
-            if hasattr(torch._C, "_accelerator_getDeviceIndex"):
-                _replace(torch._C, "_accelerator_getDeviceIndex", lambda: device)
+            _replace(torch._C, "_accelerator_getDeviceIndex", lambda: device)
             # Inductor puts the generator's state aside while it compiles; nothing is drawn here.
             _replace(torch.cuda, "get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8))
             _replace(torch.cuda, "set_rng_state", lambda *_: None)
