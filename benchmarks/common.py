@@ -8,7 +8,6 @@ is not run again, what failed is. `--time-limit` starts none that would not end 
 from __future__ import annotations
 
 import argparse
-import atexit
 import gc
 import json
 import os
@@ -17,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, MutableMapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 
 import memfit
-from memfit.bench.machine import FREE, held_clock
+from memfit.bench.machine import FREE
 from memfit.bench.order import UNKNOWN_CELL_S
 from memfit.measure.device import device_facts
 from memfit.verify.deterministic import CUBLAS
@@ -34,7 +32,7 @@ MIB = 2**20
 Report = dict[str, Any]
 Row = dict[str, Any]
 # Not compared: of the same GPU and torch, other drivers and host machines may go on with a file.
-SAME = ("gpu", "torch")
+SAME = ("gpu", "torch", "clock")
 TINY_S = 5.0  # of a unit with a tiny model
 
 
@@ -101,8 +99,6 @@ def open_report(arguments: argparse.Namespace, *sections: str, elsewhere: bool =
             f"{path} has results of another machine: {', '.join(other)}; use another -o"
         )
     if not arguments.estimate and not elsewhere:
-        if "command" not in report or (there.get("clock") or FREE) != FREE:  # as in the rows there
-            there["clock"] = _lock_clock()
         _add_command(report)
     for section in (*sections, "seconds"):
         report.setdefault(section, {})
@@ -214,22 +210,13 @@ def _machine() -> dict[str, Any]:
     facts = device_facts(device)
     return {
         "gpu": facts.name,
-        "clock": None,
+        "clock": FREE if device.type == "cuda" else None,
         "driver": facts.driver,
         "torch": facts.torch,
         "python": platform.python_version(),
         "memfit": memfit.__version__,
         "cublas": os.environ.get(CUBLAS),
     }
-
-
-def _lock_clock() -> str | None:
-    """Hold the GPU's clock until the run ends; None without a GPU, "free" without the right to."""
-    if not torch.cuda.is_available():
-        return None
-    held = ExitStack()
-    atexit.register(held.close)
-    return held.enter_context(held_clock("cuda"))
 
 
 def _settings_text(machine: dict[str, Any]) -> str:

@@ -179,7 +179,7 @@ def _log(name: str, arguments: argparse.Namespace) -> Path:
 
 def _machine() -> str:
     """The machine in a file's name: h200."""
-    facts = machine_facts(None, "")
+    facts = machine_facts(None)
     return facts["name"].split()[-1].lower() if facts["device"] == "cuda" else "cpu"
 
 

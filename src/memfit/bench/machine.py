@@ -1,14 +1,13 @@
-"""The machine a benchmark runs on, and its GPU's clock, without a CUDA context in this process.
+"""The machine a benchmark runs on, without a CUDA context in this process.
 
-Cells have the device to themselves: what this process held on it, they would miss.
+Cells have the device to themselves: what this process held on it, they would miss. The device's
+settings are left as they are: its clock moves with its power, so times are compared in turn.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 import memfit
 from memfit.verify.deterministic import CUBLAS
 
-LOCKED_MHZ = 1500  # a clock that most work can hold without reaching the power limit
-FREE = "free"
+FREE = "free"  # results from before clocks were left alone say what they were held at
 
 
 def device_type(device: str | None) -> str:
@@ -26,7 +24,7 @@ def device_type(device: str | None) -> str:
     return (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
 
 
-def machine_facts(device: str | None, clock: str) -> dict[str, str]:
+def machine_facts(device: str | None) -> dict[str, str]:
     """Names and versions; the same on the same machine, or results are not put into one file."""
     kind = device_type(device)
     facts = {
@@ -48,26 +46,7 @@ def machine_facts(device: str | None, clock: str) -> dict[str, str]:
         facts["name"] = str(nvml.nvmlDeviceGetName(_handle(nvml, device)))
         facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
     # Left in the environment it makes every matrix product slower.
-    return facts | {"clock": clock, "fp32": "tf32", CUBLAS: os.environ.get(CUBLAS) or "not set"}
-
-
-@contextmanager
-def held_clock(device: str | None) -> Iterator[str]:
-    """Hold the GPU's clock while the cells run, where this process may; says what it is."""
-    nvml = _nvml() if device_type(device) == "cuda" else None
-    if nvml is None:
-        yield FREE
-        return
-    handle = _handle(nvml, device)
-    try:
-        nvml.nvmlDeviceSetGpuLockedClocks(handle, LOCKED_MHZ, LOCKED_MHZ)
-    except nvml.NVMLError:  # only some users may
-        yield FREE
-        return
-    try:
-        yield f"locked at {LOCKED_MHZ} MHz"
-    finally:
-        nvml.nvmlDeviceResetGpuLockedClocks(handle)
+    return facts | {"clock": FREE, "fp32": "tf32", CUBLAS: os.environ.get(CUBLAS) or "not set"}
 
 
 def _nvml() -> Any:

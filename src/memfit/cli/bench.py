@@ -295,48 +295,47 @@ def _run(
 ) -> tuple[BenchReport, list[CellSpec]]:
     """Run the cells that the file has not got, and save after each; also those left by `end`."""
     from memfit.bench.compile_ahead import compile_ahead
-    from memfit.bench.machine import held_clock, machine_facts
+    from memfit.bench.machine import machine_facts
     from memfit.bench.process import cell_processes, shared_folder
     from memfit.bench.report.markdown import markdown
     from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
 
     settings = asked.settings()
-    with held_clock(asked.target.device) as clock:
-        report = open_report(output, machine_facts(asked.target.device, clock), settings)
-        command = _command(sys.argv[1:])
-        if command not in report.commands:
-            report = replace(report, commands=(*report.commands, command))
-        missing = missing_cells(report, cells, settings)
-        report.save(output)  # a place that cannot be written is better known before the first cell
+    report = open_report(output, machine_facts(asked.target.device), settings)
+    command = _command(sys.argv[1:])
+    if command not in report.commands:
+        report = replace(report, commands=(*report.commands, command))
+    missing = missing_cells(report, cells, settings)
+    report.save(output)  # a place that cannot be written is better known before the first cell
 
-        session.quiet()
-        with showing_progress(missing, len(cells)) as progress:
+    session.quiet()
+    with showing_progress(missing, len(cells)) as progress:
 
-            def save(now: BenchReport) -> None:
-                now = in_order(now, cells)
-                now.save(output)
-                output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
-                progress.ended(now.cells)
+        def save(now: BenchReport) -> None:
+            now = in_order(now, cells)
+            now.save(output)
+            output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
+            progress.ended(now.cells)
 
-            log = output.with_suffix(".log") if verbose else None
-            with (
-                shared_folder() as folder,
-                cell_processes(missing, folder, progress.say) as run,
-            ):
-                if asked.compile_ahead:
-                    room_s = math.inf if end is None else end - time.monotonic()
-                    limit_s = min(settings.timeout_s, room_s / 2)
-                    compile_ahead(missing, folder, asked.compile_ahead, limit_s, progress.say, log)
-                report, left = run_cells(
-                    report,
-                    missing,
-                    settings,
-                    save,
-                    started=progress.started,
-                    run=run,
-                    log=log,
-                    end=end,
-                )
+        log = output.with_suffix(".log") if verbose else None
+        with (
+            shared_folder() as folder,
+            cell_processes(missing, folder, progress.say) as run,
+        ):
+            if asked.compile_ahead:
+                room_s = math.inf if end is None else end - time.monotonic()
+                limit_s = min(settings.timeout_s, room_s / 2)
+                compile_ahead(missing, folder, asked.compile_ahead, limit_s, progress.say, log)
+            report, left = run_cells(
+                report,
+                missing,
+                settings,
+                save,
+                started=progress.started,
+                run=run,
+                log=log,
+                end=end,
+            )
     return in_order(report, cells), left
 
 
