@@ -27,6 +27,7 @@ from workloads import build
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import drop_gradients, run_backward, run_first_steps, run_step
 from memfit.measure.timing import Inside, time_interleaved
+from memfit.measure.turns import alone
 from memfit.observe import LiveLine, MemoryProfiler, component_times
 from memfit.workload import Workload
 
@@ -76,6 +77,7 @@ def observed(workload: Workload, live: bool) -> Inside:
     return Inside(around, loop)
 
 
+@alone()
 def empty_step_s(device: torch.device) -> float:
     """Seconds of a profiled step in which nothing is done: what the host pays, hidden or not."""
     with MemoryProfiler(device) as memory:

@@ -5,8 +5,10 @@
 Names are those of the README's table, in whose order they run; without any, all of them. Each
 writes NAME-GPU.json and its Markdown, and goes on where an earlier run was cut off. First, at once
 and untimed: with --ahead the whole models of the peers are compiled, by so many processes, and with
---tests the tests that need a GPU run. Then each run has the machine to itself. A line says how far
-it has come; logs lie beside the results, which belong into benchmarks/results when they are whole.
+--tests the tests that need a GPU run. Then each run has the machine to itself, or, with --at-once,
+as long as it is being timed: of those that run side by side the others stand still meanwhile. A
+line says how far it has come; logs lie beside the results, which belong into benchmarks/results
+when they are whole.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.bench.machine import machine_facts
+from memfit.measure import turns
 
 HERE = Path(__file__).parent
 COMPILED = ("compile", "blocks", "checkpoint-compiled")  # systems worth compiling ahead
 COLD = ("setup",)  # what asks how long compiling takes must not find anything compiled
 GOES_ON = {"simulated": "pays"}  # in the file of another
 SPARE_S = 15.0  # for a script to end
+WAKE_S = 2.0  # how often those are woken whom one that died left standing
 LONGEST_AHEAD_S = 240.0  # what compiles for longer is left to the run itself, or fails there
 
 
@@ -78,10 +83,10 @@ def main() -> None:
     end = begun + 60 * arguments.minutes
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    _at_once(chosen, arguments, end)
-    failed = [run.name for run in chosen if not _ran(run, arguments, begun, end)]
-    if failed:
-        sys.exit(f"not whole: {', '.join(failed)} (see {folder}/*.log; the same command goes on)")
+    failed = _one_by_one if arguments.at_once == 1 else _side_by_side
+    names = failed(chosen, arguments, begun, end)
+    if names:
+        sys.exit(f"not whole: {', '.join(names)} (see {folder}/*.log; the same command goes on)")
 
 
 def parse_arguments(runs: dict[str, Run], words: list[str] | None = None) -> argparse.Namespace:
@@ -93,6 +98,9 @@ def parse_arguments(runs: dict[str, Run], words: list[str] | None = None) -> arg
     parser.add_argument("--minutes", type=float, default=600.0, help="for everything together")
     parser.add_argument("--ahead", type=int, default=0, metavar="N", help="compile, N at once")
     parser.add_argument("--tests", action="store_true", help="run tests/gpu meanwhile")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="so many side by side, timed in turns"
+    )
     parser.add_argument("--folder", type=Path, default=HERE.parent / "out", help="for results")
     parser.add_argument("--list", action="store_true", help="only say what would run")
     parser.add_argument("--tiny", action="store_true", help="models of a few layers, to try it out")
@@ -105,24 +113,60 @@ def parse_arguments(runs: dict[str, Run], words: list[str] | None = None) -> arg
     return arguments
 
 
-def _at_once(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -> None:
-    """What needs no quiet: compile for the peers, and test."""
+def _one_by_one(
+    chosen: Sequence[Run], arguments: argparse.Namespace, begun: float, end: float
+) -> list[str]:
+    """Each has the machine to itself; the names of those that did not end well."""
+    _untimed(chosen, arguments, end)
+    return [run.name for run in chosen if not _ran(run, arguments, begun, end)]
+
+
+def _side_by_side(
+    chosen: Sequence[Run], arguments: argparse.Namespace, begun: float, end: float
+) -> list[str]:
+    """Several at once that take turns, but those first whose whole time is the question."""
+    cold = [run for run in chosen if run.name in COLD]
+    rest = [run for run in chosen if run not in cold]
+    failed = [run.name for run in cold if not _ran(run, arguments, begun, end)]
+    over = threading.Event()
+    with ThreadPoolExecutor(arguments.at_once + 2) as pool:
+        pool.submit(_keep_waking, _turns(arguments), over)
+        untimed = pool.submit(_untimed, rest, arguments, end)
+        try:
+            with ThreadPoolExecutor(arguments.at_once) as runs:
+                well = list(runs.map(lambda run: _ran(run, arguments, begun, end), rest))
+            untimed.result()
+        finally:
+            over.set()
+    return failed + [run.name for run, ended in zip(rest, well, strict=True) if not ended]
+
+
+def _keep_waking(folder: Path, over: threading.Event) -> None:
+    """Wake whom one that died in its turn left standing."""
+    while not over.wait(WAKE_S):
+        turns.wake(folder)
+
+
+def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -> None:
+    """What needs no quiet, all at once: compile for the peers, and test."""
     commands = {}
     if arguments.tests:
-        commands["tests"] = [sys.executable, "-m", "pytest", "-q", str(HERE.parent / "tests/gpu")]
+        words = [sys.executable, "-m", "pytest", "-q", str(HERE.parent / "tests/gpu")]
+        commands["tests"] = words, "tests"
     if arguments.ahead:
         tiny = ["--tiny"] if arguments.tiny else []
-        for workload, peer in dict.fromkeys(pair for run in chosen for pair in run.systems):
-            script = str(HERE / "ahead.py")
-            name = f"ahead-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
-            commands[name] = [sys.executable, script, workload, peer, *tiny]
+        script = str(HERE / "ahead.py")
+        for run in chosen:
+            for workload, peer in run.systems:
+                name = f"ahead-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
+                commands[name] = [sys.executable, script, workload, peer, *tiny], run.name
     if not commands:
         return
     with ThreadPoolExecutor(max(arguments.ahead, 1) + arguments.tests) as pool:
         soon = min(end, time.monotonic() + LONGEST_AHEAD_S)
         starts = {
-            name: pool.submit(_run, words, name, arguments, soon)
-            for name, words in commands.items()
+            name: pool.submit(_run, words, name, arguments, soon, user)
+            for name, (words, user) in commands.items()
         }
         for name, start in starts.items():
             _say(name, start.result())
@@ -150,26 +194,47 @@ def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> b
     return result.startswith("ended well") and whole
 
 
-def _run(words: list[str], name: str, arguments: argparse.Namespace, end: float) -> str:
-    """Start a process, wait for it, and say how it went."""
+def _run(
+    words: list[str],
+    name: str,
+    arguments: argparse.Namespace,
+    end: float,
+    user: str | None = None,
+) -> str:
+    """Start a process, wait for it, and say how it went; its compiled code is for that `user`."""
     begun = time.monotonic()
-    cache = arguments.folder / (f".inductor-{name}" if name in COLD else ".inductor")
     environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.resolve()))
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache(user or name, arguments)))
+    taking_turns = arguments.at_once > 1 and name not in COLD
+    if taking_turns:
+        environment[turns.VARIABLE] = str(_turns(arguments))
     with _log(name, arguments).open("w") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        leave = turns.join(_turns(arguments), process.pid) if taking_turns else None
         try:
-            code = subprocess.run(
-                words,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=max(end - begun, 1.0),
-                check=False,
-            ).returncode
+            code = process.wait(timeout=max(end - begun, 1.0))
         except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
             return "cut off: the time is over"
+        finally:
+            if leave is not None:
+                leave()
     how = "ended well" if code == 0 else f"failed with {code}"
     return f"{how} after {time.monotonic() - begun:.0f} s"
+
+
+def _cache(name: str, arguments: argparse.Namespace) -> Path:
+    """Where compiled code is kept: side by side apart, as one that stands still may hold a lock."""
+    apart = name in COLD or arguments.at_once > 1
+    folder: Path = arguments.folder
+    return (folder / (f".inductor-{name}" if apart else ".inductor")).resolve()
+
+
+def _turns(arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.folder / ".turns"
+    folder.mkdir(exist_ok=True)
+    return folder.resolve()
 
 
 def _log(name: str, arguments: argparse.Namespace) -> Path:

@@ -33,6 +33,7 @@ from memfit.measure.timing import (
     time_apart,
     time_interleaved,
 )
+from memfit.measure.turns import alone
 from memfit.runtime.calls import Engine, Forward, Router, routed
 from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.random_state import RandomState
@@ -82,6 +83,7 @@ class StepTimes:
         self._wants_graphs = cuda_graphs
         self._graphs = CudaGraphs(workload.model)
 
+    @alone()
     def measure(self, rounds: int) -> Seconds:
         """Measure the plain step's peak if it fits, then all seconds, interleaved."""
         self.plain_peak = self._peak_of_plain()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.bandwidth import host_copy_bandwidth
 from memfit.measure.timing import Clock
+from memfit.measure.turns import alone
 
 REPEATS = 5
 LONG_S = 0.05  # past this many seconds an operator on the CPU is not repeated again
@@ -54,6 +55,7 @@ class NodeCost:
     workspace_bytes: int
 
 
+@alone()
 def measure_nodes(
     forward: fx.GraphModule,
     backward: fx.GraphModule,

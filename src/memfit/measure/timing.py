@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from memfit.measure.turns import alone
+
 STEADY = 0.005  # times that lie so near to each other, as a share of them, are certain enough
 # For how long the device is kept busy, at 1 to 2 a nanosecond: longer when that was too short.
 _BUSY_CYCLES = (2_000_000, 20_000_000)
@@ -82,6 +84,7 @@ class Inside:
             self.work()
 
 
+@alone()
 def time_interleaved(
     works: Mapping[str, Callable[[], Any]],
     device: torch.device,
@@ -138,6 +141,7 @@ def time_apart(
     return times
 
 
+@alone()
 def host_and_step_seconds(step: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """How long the host takes to launch a step, and how long the step takes."""
     clock = Clock(device)

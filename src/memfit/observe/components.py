@@ -18,6 +18,7 @@ from memfit.fitted import Fitted
 from memfit.ir.component_times import COMPONENTS, ComponentTimes, CopyTime, SegmentTime
 from memfit.measure.step import drop_gradients, is_out_of_memory, untouched
 from memfit.measure.timing import summarise
+from memfit.measure.turns import alone
 from memfit.observe.marks import OUTSIDE
 from memfit.observe.timed_steps import TimedSteps, fitted_steps, plain_steps
 from memfit.runtime.apply import Applied
@@ -31,6 +32,7 @@ BY_DIFFERENCE = "a segment's backward, less that of the same segment with everyt
 NOT_APART = "inside a segment not told from its backward"
 
 
+@alone()
 def component_times(
     what: Workload | Fitted,
     loader: Iterable[Any] | None = None,

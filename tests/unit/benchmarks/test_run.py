@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,13 +22,22 @@ TABLE = """
 Main = Callable[..., list[list[str]]]
 
 
+class Process:
+    """A process that has ended already."""
+
+    pid = 0
+
+    def __init__(self, code: int) -> None:
+        self.wait = lambda timeout: code
+
+
 class Subprocess:
-    """The module, with another `run`."""
+    """The module, with another `Popen`."""
 
     TimeoutExpired, STDOUT = subprocess.TimeoutExpired, subprocess.STDOUT
 
     def __init__(self, start: Callable[..., Any]) -> None:
-        self.run = start
+        self.Popen = start
 
 
 @pytest.fixture
@@ -45,7 +53,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
             stdout.write(says)
             cache = Path(env["TORCHINDUCTOR_CACHE_DIR"]).name
             commands.append([*(Path(word).name for word in command[1:]), cache])
-            return argparse.Namespace(returncode=code)
+            return Process(code)
 
         monkeypatch.setattr(run, "subprocess", Subprocess(start))
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -85,6 +93,17 @@ def test_what_needs_no_quiet_goes_first(started: Main) -> None:
             ),
         ]
     )
+
+
+def test_side_by_side_each_has_a_cache_and_what_compiles_alone_goes_first(started: Main) -> None:
+    setup, *others = started("--at-once", "2", "--ahead", "1")
+    assert setup[-1] == ".inductor-setup"
+    caches = {command[0]: command[-1] for command in others}
+    assert caches == {
+        "inside.py": ".inductor-first",
+        "ahead.py": ".inductor-first",
+        "observe.py": ".inductor-second",
+    }
 
 
 def test_a_failure_and_what_is_left_are_said(started: Main) -> None:

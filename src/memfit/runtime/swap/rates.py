@@ -12,6 +12,7 @@ import torch
 
 from memfit.ir.profile import CopyRates
 from memfit.measure.bandwidth import copy_rates
+from memfit.measure.turns import alone
 from memfit.runtime.calls import Direct
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.engine import CallMoves, Swap
@@ -20,6 +21,7 @@ from memfit.runtime.swap.lanes import lanes_for
 TENSORS, BYTES, REPEATS = 32, 2**16, 9
 
 
+@alone()
 def swap_rates(device: torch.device) -> CopyRates | None:
     """How memory moves to the host and back; None when the device has no room to measure it."""
     rates = copy_rates(device)
