@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python3 benchmarks/run.py --minutes 25 --ahead 7 --tests valve pays
 
-Names are those of the README's table, in whose order they run; without any, all of them. Each
-writes NAME-GPU.json and its Markdown, and goes on where an earlier run was cut off. First, at once
-and untimed: with --ahead the whole models of the peers are compiled, by so many processes, and with
+Names are those of the README's table; without any, all of them run, in its order. Each writes
+NAME-GPU.json and its Markdown, and goes on where an earlier run was cut off. First, at once and
+untimed: with --ahead the whole models of the peers are compiled, by so many processes, and with
 --tests the tests that need a GPU run. Then each run has the machine to itself, or, with --at-once,
 as long as it is being timed: of those that run side by side the others stand still meanwhile. A
 line says how far it has come; logs lie beside the results, which belong into benchmarks/results
@@ -74,7 +74,7 @@ def main() -> None:
     """Run what was asked for."""
     runs = read_runs((HERE / "README.md").read_text())
     arguments = parse_arguments(runs)
-    chosen = [run for name, run in runs.items() if name in arguments.names]
+    chosen = [runs[name] for name in arguments.names]
     if arguments.list:
         for run in chosen:
             print(f"{run.name:16} {shlex.join(run.words)}")

@@ -75,7 +75,7 @@ def test_runs_go_in_the_order_of_the_table(started: Main) -> None:
 
 
 def test_some_can_be_chosen_and_tried_out(started: Main) -> None:
-    assert [c[0] for c in started("second", "first")] == ["inside.py", "observe.py"]
+    assert [c[0] for c in started("second", "first")] == ["observe.py", "inside.py"]
     (tiny,) = started("setup", "second", "--tiny", "--steps", "2")
     assert {"--tiny", "tiny-second-cpu.json", "--steps"} <= set(tiny)
 
