@@ -36,6 +36,7 @@ ROUNDS = 7  # where times vary
 # than that changes little.
 USUAL_ERROR = 0.5
 SMALLEST_FACTOR, LARGEST_FACTOR = 0.25, 4.0
+MARGINAL = 0.005  # of a step: new variants that take less are not timed once others were
 
 
 def learn_variants(
@@ -61,8 +62,10 @@ def learn_variants(
             if len(chosen) > 1:
                 _compile_ahead(workload, plan)
             seen = _recorded(workload, profile, plan, chosen, say)
-            say("timing what was chosen")
-            ratio = _seconds_ratio(workload, profile, plan)
+            ratio = 1.0
+            if not _is_marginal(profile, plan, chosen):
+                say("timing what was chosen")
+                ratio = _seconds_ratio(workload, profile, plan)
             say("putting the state back")
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -100,6 +103,15 @@ def _chosen(profile: Profile, plan: Plan) -> dict[tuple[int, tuple[int, ...]], S
         if (numbers[planned.graph], saved) not in known:
             found.setdefault((numbers[planned.graph], saved), segment)
     return found
+
+
+def _is_marginal(
+    profile: Profile, plan: Plan, chosen: dict[tuple[int, tuple[int, ...]], SegmentPlan]
+) -> bool:
+    """Whether all that is new beside variants that were timed takes next to no time."""
+    new = {segment.variant for segment in chosen.values()}
+    new_s = sum(s.recompute_s for s in plan.segments if s.variant in new)
+    return bool(profile.known) and new_s <= MARGINAL * profile.step_s
 
 
 def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:

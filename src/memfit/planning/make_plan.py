@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -77,6 +79,19 @@ class Goal:
             )
 
 
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """Keep Python from looking through all that torch and its compilers hold, again and again."""
+    there = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if there:
+            gc.enable()
+
+
+@_no_collecting()
 def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     """Return the plan that the goal's strategy finds; raise InfeasibleError when none is.
 

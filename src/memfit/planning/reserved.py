@@ -272,6 +272,10 @@ class _Segment:
 
     def _best(self, at: int) -> int:
         """From the smallest block that fits on: a block counts with the room it could grow by."""
+        size, address = self._free[at]
+        if not self._unmapped:  # then only what ends at the top could grow, and goes last
+            last = address + size == self._top and at + 1 < len(self._free)
+            return at + 1 if last else at
         best, room = at, self._room(self._free[at])
         for larger in range(at + 1, len(self._free)):
             if (more := self._room(self._free[larger])) >= room:

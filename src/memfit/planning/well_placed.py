@@ -22,7 +22,9 @@ from memfit.planning.rivals import made_faster
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import STRATEGIES, choose_interval
 
-NEAR = 0.003  # of the bound: nearer than this no other way to a plan is tried
+NEAR = 0.005  # of the bound: nearer than this no other way to a plan is tried
+# The same as long as fused variants have not run: what they take is only reckoned, and off by more.
+NEAR_A_GUESS = 0.01
 MENDED = 3  # choices that miss by least are mended
 MAX_MENDING = 60  # placements to look at for that
 
@@ -42,7 +44,9 @@ def well_placed(
     known = tightened(simulator, ask, request, first)
     if strategy != "optimal" or not simulator.recompute:
         return fastest_holding(simulator, known, budget)
-    near_s = (1 + NEAR) * (simulator.profile.step_s + choice.lower_bound_s)
+    guessed = simulator.profile.executor == "inductor" and not simulator.profile.known
+    near = NEAR_A_GUESS if guessed else NEAR
+    near_s = (1 + near) * (simulator.profile.step_s + choice.lower_bound_s)
     for more in (_without_runs, _filled_up, _mended):
         best = fastest_holding(simulator, known, budget)
         if best is not None and seconds(simulator, best) <= near_s:

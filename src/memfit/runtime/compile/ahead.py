@@ -225,6 +225,9 @@ class Worker:
             # Inductor puts the generator's state aside while it compiles; nothing is drawn here.
             _replace(torch.cuda, "get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8))
             _replace(torch.cuda, "set_rng_state", lambda *_: None)
+            # Fake random numbers are made by the functions that draw real ones.
+            for name, dtype in (("rand", None), ("randn", None), ("randint", torch.int64)):
+                _replace(torch, name, functools.partial(_undrawn, dtype))
 
     def _compile_kernel(self, name: str, source: str, device_str: str = "cuda") -> None:
         """Put a kernel into Triton's cache, as inductor's own processes do."""
@@ -253,6 +256,12 @@ class Worker:
 
     def _say(self, error: BaseException) -> None:
         os.write(self._write, _shown(error).encode())
+
+
+def _undrawn(usual: torch.dtype | None, *args: Any, **options: Any) -> torch.Tensor:
+    """Memory for random numbers of a size, which is the last of `args`."""
+    kept = {k: v for k, v in options.items() if k in ("device", "dtype", "layout")}
+    return torch.empty(options.get("size", args[-1]), **{"dtype": usual} | kept)
 
 
 def _shown(error: BaseException) -> str:
