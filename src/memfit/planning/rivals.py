@@ -44,9 +44,12 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     for rival in _rivals(simulator, choose):
         if _keeps(simulator, rival, request):
             holding.append(replace(rival, lower_bound_s=bound_s))
-    if not holding:  # to move alone is slow, but may take less memory
+    proven_s = (1 + AS_FAST) * (simulator.profile.step_s + bound_s)
+    if not any(seconds(simulator, choice) <= proven_s for choice in holding):
+        # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
         moved = _alone(simulator, "offload", OFFLOAD, choose)
-        holding += [moved] if moved is not None and _keeps(simulator, moved, request) else []
+        if moved is not None and _keeps(simulator, moved, request):
+            holding.append(replace(moved, lower_bound_s=bound_s))
     return made_faster(simulator, _best(simulator, holding), request) if holding else None
 
 
