@@ -13,6 +13,7 @@ torch for a worker. Limits: Linux; what measures on the device to compile (`max_
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import logging
@@ -41,6 +42,8 @@ LIMIT_S = 180  # for one that hangs: threads of this process may hold locks when
 _KERNELS_AT_ONCE = 8
 _TEXT_CHARACTERS = 200
 _FRAMES = 4  # of where a worker failed
+_GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # an array by the numbers of device types
+_CUDA, _META = 1, 14
 
 _failed = False  # whether a worker of this process failed: there are no more after that
 
@@ -225,9 +228,7 @@ class Worker:
             # Inductor puts the generator's state aside while it compiles; nothing is drawn here.
             _replace(torch.cuda, "get_rng_state", lambda *_: torch.empty(0, dtype=torch.uint8))
             _replace(torch.cuda, "set_rng_state", lambda *_: None)
-            # Fake random numbers are made by the functions that draw real ones.
-            for name, dtype in (("rand", None), ("randn", None), ("randint", torch.int64)):
-                _replace(torch, name, functools.partial(_undrawn, dtype))
+            _leave_out_guards()
 
     def _compile_kernel(self, name: str, source: str, device_str: str = "cuda") -> None:
         """Put a kernel into Triton's cache, as inductor's own processes do."""
@@ -258,10 +259,14 @@ class Worker:
         os.write(self._write, _shown(error).encode())
 
 
-def _undrawn(usual: torch.dtype | None, *args: Any, **options: Any) -> torch.Tensor:
-    """Memory for random numbers of a size, which is the last of `args`."""
-    kept = {k: v for k, v in options.items() if k in ("device", "dtype", "layout")}
-    return torch.empty(options.get("size", args[-1]), **{"dtype": usual} | kept)
+def _leave_out_guards() -> None:
+    """Have torch not set the device around its work on fake tensors, such as indexing them.
+
+    The guards of meta tensors do nothing: they are put in the place of CUDA's.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, _GUARDS)
+    guards[_CUDA] = guards[_META]
 
 
 def _shown(error: BaseException) -> str:

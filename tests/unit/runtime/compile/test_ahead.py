@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +227,35 @@ def test_what_is_compiled_to_load_inductor_is_not_kept() -> None:
     with fresh_cache():
         ahead._compile_once(torch.device("cpu"))
     assert _found() == (hits, misses)
+
+
+FAKES = """
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from memfit.runtime.compile import ahead
+
+with FakeTensorMode() as mode:
+    x = FakeTensor(mode, torch.empty(3, 4, device="meta"), torch.device("cuda", 0))
+    try:
+        x[0]
+        print("guarded: fine")  # where CUDA is, and this process may use it
+    except RuntimeError:
+        print("guarded: fails")
+    ahead._leave_out_guards()
+    y = x.clone()
+    y[1:].copy_(x[0])
+    assert y[1].device == torch.device("cuda", 0) and y[1].shape == (4,)
+print("unguarded: fine")
+"""
+
+
+def test_fake_tensors_of_cuda_are_used_without_cuda() -> None:
+    """In a forked process, inductor failed where it indexed its seeds: that sets the device."""
+    run = subprocess.run([sys.executable, "-c", FAKES], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["unguarded: fine"], run.stderr
+    if not torch.cuda.is_available():
+        assert run.stdout.startswith("guarded: fails")
 
 
 def test_a_process_that_cannot_fork_goes_on_alone(
