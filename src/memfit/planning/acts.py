@@ -64,7 +64,8 @@ class Away:
 
     It is gone from position `leaves` on and there again from `returns` on, which stand for the
     points `release` and `prefetch`; the blocks are let go at `releases`. `tensors` counts the
-    copies each way.
+    copies each way, `moments` those of the call at which some are saved, or wanted back: a captured
+    call saves everything when its forward ends and wants all of it when its backward begins.
     """
 
     call: int
@@ -72,6 +73,7 @@ class Away:
     prefetch: int
     own_bytes: int
     tensors: int
+    moments: int
     blocks: Ints
     leaves: int
     returns: int

@@ -2,11 +2,12 @@
 
 Each direction is one lane: copies run one after the other, beside the compute, in the order of the
 calls that send them and of the backwards that want them back. What a call moves goes as one
-bundle of equal tensors, saved and wanted at equal times within the call: the first leaves while the
-call still runs, and its backward begins when the first is back. Before the forward named by the
-release point the compute waits for the bundle's last copy, and the memory is free; the copies back
-start at the prefetch point, where the memory is taken. Limits: tensors of a call are not told
-apart, and calls follow each other without pause.
+bundle of equal parts, saved and wanted at equal times within the call: the first leaves while the
+call still runs, and its backward begins when the first is back. A captured call has one part: it
+saves everything when its forward ends, and wants all of it when its backward begins. Before the
+forward named by the release point the compute waits for the bundle's last copy, and the memory is
+free; the copies back start at the prefetch point, where the memory is taken. Limits: parts of a
+call are not told apart, and calls follow each other without pause.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Copies:
         calls = len(self.graph.calls)
         out_s = {a.call: self.out_seconds(size, a.tensors) for a, size, _ in loads}
         in_s = {a.call: self.in_seconds(size, a.tensors) for a, _, size in loads}
-        tensors = {a.call: max(a.tensors, 1) for a, _, _ in loads}
+        moments = {a.call: a.moments for a, _, _ in loads}
         busy = (sum(out_s.values()), sum(in_s.values()))
         if loads and not self.overlap:
             return CopyTimes(*busy)
@@ -118,7 +119,7 @@ class Copies:
             if boundary < calls:
                 begun, now = now, now + self.forward_s[boundary]
                 if boundary in out_s:
-                    work = _Bundle(begun, now, tensors[boundary])
+                    work = _Bundle(begun, now, moments[boundary])
                     lane = gone[boundary] = work.copied(lane, out_s[boundary])
                 if table is not None:
                     table.forward.append(Stretch(boundary, begun, now))
@@ -134,7 +135,7 @@ class Copies:
             ended = now + work_s
             if boundary in in_s:
                 # The same with time reversed: the last copy ends before the last part of the work.
-                part = 1 / tensors[boundary]
+                part = 1 / moments[boundary]
                 first = back[boundary] - (1 - part) * in_s[boundary]
                 ended = max(max(now, first) + work_s, back[boundary] + part * work_s)
                 stall_s += ended - work_s - now
@@ -164,11 +165,11 @@ class Copies:
         extra_s = simulator.added_seconds(tight)
         hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
         out = {
-            a.call: _Load(size, hides * self.out_seconds(size, a.tensors), a.tensors)
+            a.call: _Load(size, hides * self.out_seconds(size, a.tensors), a.moments)
             for a, size, _ in loads
         }
         back = {
-            a.call: _Load(size, hides * self.in_seconds(size, a.tensors), a.tensors)
+            a.call: _Load(size, hides * self.in_seconds(size, a.tensors), a.moments)
             for a, _, size in loads
         }
         calls, order = self.graph.calls, self.order
@@ -210,23 +211,23 @@ def _least(room: np.ndarray, start: int, stop: int) -> float:
 
 
 class _Load(NamedTuple):
-    """What a step of work sends: bytes, seconds of copying, tensors."""
+    """What a step of work sends: bytes, seconds of copying, moments at which some is saved."""
 
     bytes: int = 0
     seconds: float = 0.0
-    tensors: int = 1
+    moments: int = 1
 
 
 class _Bundle(NamedTuple):
-    """Work from `begun` to `ended` that saves so many tensors on its way."""
+    """Work from `begun` to `ended` that saves something at so many moments on its way."""
 
     begun: float
     ended: float
-    tensors: int
+    moments: int
 
     def copied(self, lane: float, copy_s: float) -> float:
-        """When the last of them is copied by a lane that is free from `lane` on."""
-        part = 1 / max(self.tensors, 1)
+        """When the last of it is copied by a lane that is free from `lane` on."""
+        part = 1 / self.moments
         first = self.begun + part * (self.ended - self.begun)
         return max(max(lane, first) + copy_s, self.ended + part * copy_s)
 
@@ -245,7 +246,7 @@ def _points(loads: Sequence[_Load], seconds: Sequence[float], room: Sequence[flo
     for step, load in enumerate(loads):
         begun, now = now, now + seconds[step]
         if load.bytes:
-            lane = _Bundle(begun, now, load.tensors).copied(lane, load.seconds)
+            lane = _Bundle(begun, now, load.moments).copied(lane, load.seconds)
             waiting.append((step, load.bytes, lane))
             in_transit += load.bytes
         boundary = step + 1

@@ -42,6 +42,7 @@ def _away(
         prefetch=prefetch,
         own_bytes=own_bytes,
         tensors=tensors,
+        moments=1 if isinstance(act, Pick) else max(tensors, 1),
         blocks=blocks,
         leaves=graph.calls[release].enter if release < calls else graph.model_end,
         returns=graph.calls[prefetch].need if prefetch < calls else graph.model_end,

@@ -3,8 +3,8 @@
 For every segment call one column holds the bytes still on their way out while its forward runs, and
 one those already back, early, while its backward runs; others hold the seconds the compute waits
 before it. What calls send adds to the first, what a lane carries in a call's seconds takes from it,
-though the last of a call's tensors is there only when the call is over; the way back is the same
-with time reversed. Limits: bytes flow (a bundle may be half out), so what
+though the last of a call's tensors, of a captured one all, are there only when the call is over;
+the way back is the same with time reversed. Limits: bytes flow (a bundle may be half out), so what
 the program finds is scheduled and simulated again; a block that two calls may move counts half for
 each.
 """
@@ -114,8 +114,8 @@ class Lanes:
         return found
 
     def _last(self, sizes: dict[int, float]) -> dict[int, float]:
-        """Of what acts send, the last tensor."""
-        return {n: size / max(self.aways[n].tensors, 1) for n, size in sizes.items()}
+        """Of what acts send, what is saved when the call ends."""
+        return {n: size / self.aways[n].moments for n, size in sizes.items()}
 
     def _sizes(self, number: int) -> float:
         away = self.aways[number]
