@@ -10,6 +10,7 @@ interval until two neighbours are left. A finder that is not installed is a row 
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 import tempfile
 import time
@@ -93,8 +94,9 @@ def by_lightning(workload: Workload, budget: int) -> tuple[int, int]:
             return workload.loss_fn(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            kind, options = type(workload.optimizer), workload.optimizer.defaults
-            return kind(self.model.parameters(), **options)
+            kind, usual = type(workload.optimizer), workload.optimizer.defaults
+            takes = inspect.signature(kind).parameters  # not all that it notes
+            return kind(self.model.parameters(), **{k: usual[k] for k in takes if k in usual})
 
         def train_dataloader(self) -> Any:
             nonlocal runs

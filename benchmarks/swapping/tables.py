@@ -118,7 +118,9 @@ def _pays(rows: Mapping[str, Row]) -> list[str]:
             if "step_s" not in found:
                 lines.append(f"| {key} | {system} | {found['error']} |" + " |" * 7)
                 continue
-            lines.append(f"| {key} | {system} | " + " | ".join(_strategy(found, base)) + " |")
+            same = f" (the plan of {found['same_as']})" if "same_as" in found else ""
+            cells = _strategy(found, base)
+            lines.append(f"| {key} | {system}{same} | " + " | ".join(cells) + " |")
     for key, row in _good(rows):
         lines += ["", f"{key}, {row['budget_bytes'] / MIB:.0f} MB: {row['verdict']}"]
     return lines

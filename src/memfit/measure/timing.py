@@ -94,16 +94,17 @@ def time_interleaved(
     limit_s: float = 60.0,
     steady: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time each work once a round, in turn, in three rounds or more.
+    """Time each work once a round, in turn, in three rounds or more, every other one backwards.
 
-    Stop early after `limit_s`, and where the seconds of each work lie within the share `steady` of
-    their median: more rounds would tell the same.
+    What one leaves behind, such as free memory in pieces, is then not always met by the same next
+    one. Stop early after `limit_s`, and where the seconds of each work lie within the share
+    `steady` of their median: more rounds would tell the same.
     """
     clock = Clock(device)
     samples: dict[str, list[float]] = {name: [] for name in works}
     begun = time.perf_counter()
     for number in range(warmup + rounds):
-        for name, work in works.items():
+        for name, work in list(works.items())[:: -1 if number % 2 else 1]:
             inside = work if isinstance(work, Inside) else Inside(nullcontext, work)
             with inside.around():
                 clock.settle()

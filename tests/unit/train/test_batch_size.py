@@ -157,6 +157,18 @@ def test_small_budgets_find_small_sizes() -> None:
         assert (largest_of(trials), len(trials) <= MAX_RUNS) == (best, True)
 
 
+def test_a_small_size_is_not_missed_by_one() -> None:
+    """A GPT-2 in 8 GiB: what the allocator holds beside live bytes grew less than they did."""
+
+    def pages(live: int) -> int:
+        return live + 200 * MIB
+
+    run = machine(lambda n: 2000 * MIB + 650 * MIB * n, 8060 * MIB, reserved=pages)
+    trials = search(run, 8060 * MIB, MAX_SIZE)
+    assert largest_of(trials) == brute_force(run) == 9
+    assert [t.size for t in trials] == [2, 8, 9]
+
+
 def test_no_size_is_run_twice_and_none_is_above_the_limit() -> None:
     for limit in (1, 2, 3, 9, 50):
         trials = search(machine(SERIES["linear"], 10**15), 10**15, limit)

@@ -20,6 +20,7 @@ SECOND_SIZE = 8
 WORTH_A_RUN = 1.01  # how much larger a batch must be
 STEP_BACK = 0.95  # of a size that just failed
 LAST_RUN = 0.985  # of the prediction: there is no other run to mend it
+NEARLY = 1.03  # a prediction so far above the budget may be wrong: the next size is tried
 CLEARLY_WRONG = 1.1  # a prediction so far above a size that failed is of no use
 
 Point = tuple[int, int]
@@ -46,7 +47,11 @@ def next_size(trials: Sequence[BatchTrial], budget_bytes: int, max_size: int) ->
         return max(near, held + 1)
     if len(trials) == MAX_RUNS - 1:
         predicted = round(LAST_RUN * predicted)
-    return predicted if predicted > WORTH_A_RUN * held else None
+    if predicted > WORTH_A_RUN * held:
+        return predicted
+    more = held + 1
+    nearly = predicted_bytes(trials, more) <= NEARLY * budget_bytes
+    return more if nearly and WORTH_A_RUN * held < more <= max_size else None
 
 
 def largest_size(
