@@ -93,7 +93,8 @@ def report(
         typer.Option(
             "--result",
             metavar="FILE",
-            help="run.json of memfit fit -o, which has its plan and profile in it.",
+            help="run.json of memfit fit -o, which has its plan and profile in it; gzip may have "
+            "packed it.",
             rich_help_panel=_FILES,
         ),
     ] = None,
@@ -190,7 +191,7 @@ def report(
             force or [],
         )
         outputs = Outputs(output, trace, flame, plots)
-        if target is not None and target.endswith(".json"):
+        if target is not None and target.endswith((".json", ".json.gz")):
             refuse_together([target, *(["--result"] if result_file is not None else [])])
             result_file, target = Path(target), None
         what = Target(target or "", batch, seq, dtype, optimizer, device, fields or [])

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import types
+import zlib
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_GZIP = b"\x1f\x8b"
+
+
+def unpacked(path: str | Path) -> bytes:
+    """What a file holds, which may be packed by gzip; OSError where it cannot be read."""
+    content = Path(path).read_bytes()
+    if not content.startswith(_GZIP):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, zlib.error) as error:
+        raise OSError(str(error)) from error
 
 
 def to_data(value: Any) -> Any:

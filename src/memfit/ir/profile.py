@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.errors import ProfileFileError
-from memfit.ir.codec import from_data
+from memfit.ir.codec import from_data, unpacked
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.step_graph import StepGraph
 
 SCHEMA_VERSION = 1
-_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -144,10 +141,8 @@ class Profile:
     def load(path: str | Path) -> Profile:
         """Read a profile that `memfit profile` wrote; it may be packed by gzip."""
         try:
-            content = Path(path).read_bytes()
-            if content.startswith(_GZIP):
-                content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
+            content = unpacked(path)
+        except OSError as error:
             raise ProfileFileError(
                 f"cannot read the profile {str(path)!r}: {error}",
                 hint="make one with: memfit profile TARGET -o DIR",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import RunFileError
-from memfit.ir.codec import from_data, to_data
+from memfit.ir.codec import from_data, to_data, unpacked
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.result import SCHEMA_VERSION, Result
@@ -42,9 +42,9 @@ class RunFile:
 
     @staticmethod
     def load(path: str | Path) -> RunFile:
-        """Read what `save` wrote, or what `memfit fit --json` printed."""
+        """Read what `save` wrote, or what `memfit fit --json` printed; gzip may have packed it."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = unpacked(path).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise RunFileError(
                 f"cannot read the result {str(path)!r}: {error}",

@@ -64,6 +64,16 @@ def test_a_run_is_read_as_it_was_written(run: RunFile, tmp_path: Path) -> None:
     assert RunFile.load(tmp_path / "run.json") == run
 
 
+def test_a_run_may_be_packed(run: RunFile, tmp_path: Path) -> None:
+    run.save(tmp_path / "run.json")
+    packed = tmp_path / "run.json.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "run.json").read_bytes()))
+    assert RunFile.load(packed) == run
+    packed.write_bytes(packed.read_bytes()[:200])
+    with pytest.raises(RunFileError, match="cannot read the result"):
+        RunFile.load(packed)
+
+
 def test_a_run_without_plan_and_profile_is_a_result(run: RunFile, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(run.result.to_json()))
     assert RunFile.load(tmp_path / "old.json") == RunFile(run.result)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from memfit.ir.plan import VariantPlan
+from memfit.ir.run_file import RunFile
 from memfit.report.html.page import html_page
 from memfit.report.run_report import RunReport
 
@@ -31,6 +32,7 @@ FLAGS = (
 )
 REQUEST = "Network.requestWillBeSent"
 LAPTOP, PHONE = (1366, 900), (390, 844)
+EXAMPLE = Path(__file__).parents[4] / "docs/examples/gpt2-large-16GB"
 Driver = Any
 
 
@@ -59,7 +61,7 @@ def file(run: RunReport, tmp_path_factory: pytest.TempPathFactory) -> str:
 def opened(driver: Driver, file: str) -> Callable[..., Driver]:
     """Open the report at a size and in a scheme, in a browser that has no network."""
 
-    def open_at(size: tuple[int, int] = LAPTOP, scheme: str = "light") -> Driver:
+    def open_at(size: tuple[int, int] = LAPTOP, scheme: str = "light", page: str = file) -> Driver:
         driver.execute_cdp_cmd("Network.enable", {})
         offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
@@ -68,7 +70,7 @@ def opened(driver: Driver, file: str) -> Callable[..., Driver]:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         driver.get_log("browser")  # what an earlier page said
         driver.get_log("performance")
-        driver.get(file)
+        driver.get(page)
         return driver
 
     return open_at
@@ -121,6 +123,22 @@ def test_it_opens_offline_without_an_error_and_without_scrolling_sideways(
     assert wide <= size[0]
     assert len(_all(driver, "#memory svg path[data-category]")) >= 10
     assert driver.execute_script("return document.documentElement.dataset.theme") == scheme
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_example_of_a_run_on_a_gpu_opens_and_answers(
+    opened: Callable[..., Driver], scheme: str
+) -> None:
+    driver = opened(LAPTOP, scheme, EXAMPLE.with_suffix(".html").as_uri())
+    assert driver.get_log("browser") == []
+    run = RunFile.load(EXAMPLE.with_suffix(".json.gz"))
+    assert run.result.device["name"] == "NVIDIA H200" and run.result.baseline.measured
+    peak = run.result.measured.peak_bytes / 2**30
+    assert f"{peak:.2f} GiB" in _one(driver, "main, body").text
+    assert "parameters" in _point_at(driver, "#memory-after svg", 0.35, 0.85)
+    assert run.plan is not None
+    shown = _column(driver, "segment-table", "segment")
+    assert shown and set(shown) <= {segment.name for segment in run.plan.segments}
 
 
 @pytest.mark.parametrize(
