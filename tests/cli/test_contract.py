@@ -26,7 +26,8 @@ VERBS = {
     "--steps",
     "bench": f"{TARGET.replace('target', 'targets')} --suite --workloads --systems --budgets "
     "--batch-sizes --largest-in --only --allow --executor --steps --timeout --time-limit "
-    "--compile-ahead --cap --retry --against --tolerance --output -o --no-charts --render --list",
+    "--compile-ahead --at-once --cap --retry --against --tolerance --output -o --no-charts "
+    "--render --list",
     "estimate": f"{TARGET.replace(' --device', '')} --gpu --budget",
     "resources": f"{TARGET} --budget --utilization --samples --epochs --allow --host-budget "
     "--executor --accumulate --steps --output -o",

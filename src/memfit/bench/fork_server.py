@@ -42,6 +42,8 @@ class ForkServer:
     """The server as its client sees it: started when made, ended by `close`."""
 
     def __init__(self, modules: Sequence[str], environment: dict[str, str]) -> None:
+        from memfit.measure.turns import join_turns  # not in the server, before it is asked to
+
         self._said = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "memfit.bench.fork_server", *modules],
@@ -52,6 +54,7 @@ class ForkServer:
             text=True,
             start_new_session=True,  # Ctrl-C is for the benchmark, which ends the cell in order
         )
+        self._leave = join_turns(self._process.pid, environment)
         try:
             answer = self._read()
         except BaseException:
@@ -96,6 +99,7 @@ class ForkServer:
             self._process.wait()
         self._process.stdout.close()
         self._said.close()
+        self._leave()
 
     def _read(self) -> dict[str, Any] | None:
         assert self._process.stdout is not None

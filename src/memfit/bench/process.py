@@ -21,6 +21,7 @@ from memfit.bench.fork_server import CannotFork, ForkServer
 from memfit.bench.systems.catalogue import FAMILIES, split_name
 from memfit.ir.bench import CRASHED, TIMED_OUT, Cell
 from memfit.ir.codec import from_data, to_data
+from memfit.measure.turns import VARIABLE, join_turns
 from memfit.targets.architectures import ARCHITECTURES
 
 RunCell = Callable[[CellSpec, float, Path | None], Cell]
@@ -37,14 +38,20 @@ def shared_folder() -> Iterator[Path]:
 
 @contextmanager
 def cell_processes(
-    cells: Sequence[CellSpec], folder: Path, say: Callable[[str], None]
+    cells: Sequence[CellSpec],
+    folder: Path,
+    say: Callable[[str], None],
+    turns: Path | None = None,
 ) -> Iterator[RunCell]:
     """Run cells, each in a process forked from one that has imported what they need.
 
     Where that cannot be they are plain processes, and `say` is told why. They share what is in
-    `folder`; a cache of compiled code that the user has set is taken instead.
+    `folder`; a cache of compiled code that the user has set is taken instead. They take `turns` at
+    being timed with others that do so in that folder.
     """
     environment = {COMPILED_CODE: str(folder / "compiled"), **_environment()}
+    if turns is not None:
+        environment[VARIABLE] = str(turns)
     server: ForkServer | None = None
     plain = False
 
@@ -124,6 +131,7 @@ def start_plain(
             env=environment or _environment(),
             start_new_session=True,  # what it starts, such as compilers, ends with it
         )
+        leave = join_turns(process.pid, environment)
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -132,6 +140,8 @@ def start_plain(
         except BaseException:
             _end(process)
             raise
+        finally:
+            leave()
 
 
 def modules_for(cells: Sequence[CellSpec]) -> list[str]:

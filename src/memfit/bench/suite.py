@@ -15,7 +15,9 @@ from memfit.bench.process import RunCell
 from memfit.bench.systems.catalogue import check_system
 from memfit.bench.workloads import check_target
 from memfit.errors import UsageError
-from memfit.ir.bench import DIED, TIMED_OUT, BenchReport, WorkloadSpec
+from memfit.ir.bench import DIED, TIMED_OUT, BenchReport, Cell, WorkloadSpec
+
+Save = Callable[[BenchReport, Cell], None]  # with what was added to the report
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def run_cells(
     report: BenchReport,
     cells: Sequence[CellSpec],
     settings: Settings,
-    save: Callable[[BenchReport], None],
+    save: Save,
     *,
     started: Callable[[CellSpec], None],
     run: RunCell,
@@ -123,18 +125,30 @@ def run_cells(
     """
     left: list[CellSpec] = []
     for spec in most_valuable_first(cells):
-        room_s = math.inf if end is None else end - time.monotonic()
-        if expected_s(spec, report) > room_s:
-            left.append(spec)
-            continue
         started(spec)
-        cell = run(spec, min(settings.timeout_s, room_s), log)
-        if cell.status == TIMED_OUT and room_s < settings.timeout_s:
+        cell = run_one(report, spec, settings, run, log, end)
+        if cell is None:
             left.append(spec)
             continue
         report = report.with_cell(spec.workload, cell)
-        save(report)
+        save(report, cell)
     return report, left
+
+
+def run_one(
+    report: BenchReport,
+    spec: CellSpec,
+    settings: Settings,
+    run: RunCell,
+    log: Path | None,
+    end: float | None,
+) -> Cell | None:
+    """Run a cell; None where it would not have ended, or did not end, by `end`."""
+    room_s = math.inf if end is None else end - time.monotonic()
+    if expected_s(spec, report) > room_s:
+        return None
+    cell = run(spec, min(settings.timeout_s, room_s), log)
+    return None if cell.status == TIMED_OUT and room_s < settings.timeout_s else cell
 
 
 def in_order(report: BenchReport, cells: Sequence[CellSpec]) -> BenchReport:

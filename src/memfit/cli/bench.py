@@ -7,8 +7,9 @@ import shlex
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +24,7 @@ from memfit.errors import UsageError
 if TYPE_CHECKING:
     from memfit.bench.against import Change
     from memfit.bench.cell import CellSpec
-    from memfit.ir.bench import BenchReport
+    from memfit.ir.bench import BenchReport, Cell
 
 FORMS = (".md", ".html", ".log", ".charts")
 _WHAT, _RUN = "What to run", "How to run it"
@@ -143,6 +144,18 @@ def bench(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            "--at-once",
+            metavar="N",
+            min=1,
+            help="Cells side by side: whenever one is being timed the others are stopped, so times "
+            "are those of a quiet machine. The device must have room for all; what runs out of "
+            "memory is run again by itself. Each may take N times --timeout.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 1,
     cap: Annotated[
         str | None,
         typer.Option(
@@ -227,6 +240,7 @@ def bench(
             cap,
             retry,
             compile_ahead,
+            at_once,
         )
         _check_output(output)
         session.progress("loading torch")
@@ -298,7 +312,9 @@ def _run(
     from memfit.bench.machine import machine_facts
     from memfit.bench.process import cell_processes, shared_folder
     from memfit.bench.report.markdown import markdown
+    from memfit.bench.side_by_side import run_side_by_side
     from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
+    from memfit.measure.turns import turns_folder
 
     settings = asked.settings()
     report = open_report(output, machine_facts(asked.target.device), settings)
@@ -311,31 +327,28 @@ def _run(
     session.quiet()
     with showing_progress(missing, len(cells)) as progress:
 
-        def save(now: BenchReport) -> None:
+        def save(now: BenchReport, cell: Cell) -> None:
             now = in_order(now, cells)
             now.save(output)
             output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
-            progress.ended(now.cells)
+            progress.ended(cell)
 
         log = output.with_suffix(".log") if verbose else None
-        with (
-            shared_folder() as folder,
-            cell_processes(missing, folder, progress.say) as run,
-        ):
+        with shared_folder() as folder:
             if asked.compile_ahead:
                 room_s = math.inf if end is None else end - time.monotonic()
                 limit_s = min(settings.timeout_s, room_s / 2)
                 compile_ahead(missing, folder, asked.compile_ahead, limit_s, progress.say, log)
-            report, left = run_cells(
-                report,
-                missing,
-                settings,
-                save,
-                started=progress.started,
-                run=run,
-                log=log,
-                end=end,
-            )
+            how: dict[str, Any] = {"started": progress.started, "log": log, "end": end}
+            if asked.at_once == 1:
+                with cell_processes(missing, folder, progress.say) as run:
+                    report, left = run_cells(report, missing, settings, save, run=run, **how)
+            else:
+                how |= {"at_once": asked.at_once, "folder": turns_folder(folder / "turns")}
+                lane = partial(cell_processes, missing, folder, progress.say, how["folder"])
+                report, left = run_side_by_side(
+                    report, missing, settings, save, open_lane=lane, **how
+                )
     return in_order(report, cells), left
 
 

@@ -38,6 +38,7 @@ class BenchOptions:
     cap: str | None
     retry: bool
     compile_ahead: int | None
+    at_once: int
 
     def settings(self) -> Settings:
         """What all cells share."""

@@ -20,7 +20,7 @@ class Shown(Protocol):
 
     def started(self, spec: CellSpec) -> None: ...
 
-    def ended(self, cells: Sequence[Cell]) -> None: ...
+    def ended(self, cell: Cell) -> None: ...
 
     def say(self, text: str) -> None: ...
 
@@ -51,7 +51,7 @@ class _Bar:
         text = f"{spec.workload.name} | {spec.system}"
         self._progress.update(self._task, description=text)
 
-    def ended(self, cells: Sequence[Cell]) -> None:
+    def ended(self, cell: Cell) -> None:
         self._progress.advance(self._task)
 
     def say(self, text: str) -> None:
@@ -62,18 +62,16 @@ class _Lines:
     def __init__(self, console: Console, missing: int, total: int) -> None:
         self._console, self._total = console, total
         self._done = total - missing
-        self._key, self._begun = "", 0.0
+        self._begun: dict[str, float] = {}
 
     def started(self, spec: CellSpec) -> None:
-        self._key = f"{spec.workload.name} | {spec.system}"
-        self._begun = time.monotonic()
+        self._begun[f"{spec.workload.name} | {spec.system}"] = time.monotonic()
 
-    def ended(self, cells: Sequence[Cell]) -> None:
+    def ended(self, cell: Cell) -> None:
         self._done += 1
-        cell = next(c for c in cells if c.key == self._key)
         what = cell.status if cell.ratio is None else f"{cell.status}, {cell.ratio:.3f}x"
-        seconds = time.monotonic() - self._begun
-        text = f"[{self._done}/{self._total}] {self._key}: {what} ({seconds:.0f} s)"
+        seconds = time.monotonic() - self._begun[cell.key]
+        text = f"[{self._done}/{self._total}] {cell.key}: {what} ({seconds:.0f} s)"
         self.say(text)
 
     def say(self, text: str) -> None:

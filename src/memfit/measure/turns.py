@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +50,19 @@ def join(folder: Path, process: int) -> Callable[[], None]:
     file = folder / str(process)
     file.touch()
     return lambda: file.unlink(missing_ok=True)
+
+
+def turns_folder(usual: Path) -> Path:
+    """Where this process takes turns with others already, else the `usual` folder."""
+    folder = Path(os.environ.get(VARIABLE) or usual)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def join_turns(process: int, environment: Mapping[str, str] | None) -> Callable[[], None]:
+    """As `join`, where a process was started with that variable set; does nothing elsewhere."""
+    folder = (os.environ if environment is None else environment).get(VARIABLE)
+    return join(Path(folder), process) if folder else lambda: None
 
 
 def wake(folder: Path) -> None:

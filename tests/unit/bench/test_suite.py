@@ -29,7 +29,7 @@ def specs(*batches: int) -> list[WorkloadSpec]:
 
 def run_all(report, cells, path, run, end=None):
     return run_cells(
-        report, cells, SETTINGS, lambda r: r.save(path), started=lambda s: None, run=run, end=end
+        report, cells, SETTINGS, lambda r, _: r.save(path), started=lambda s: None, run=run, end=end
     )
 
 
