@@ -163,7 +163,8 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
     if not commands:
         return
     with ThreadPoolExecutor(max(arguments.ahead, 1) + arguments.tests) as pool:
-        soon = min(end, time.monotonic() + LONGEST_AHEAD_S)
+        # Side by side nobody waits for it, and it stands still now and then.
+        soon = end if arguments.at_once > 1 else min(end, time.monotonic() + LONGEST_AHEAD_S)
         starts = {
             name: pool.submit(_run, words, name, arguments, soon, user)
             for name, (words, user) in commands.items()

@@ -59,8 +59,13 @@ def tiles(report: RunReport) -> list[Tile]:
         Tile("budget", budget, f"{'held' if fits else 'missed'}; {least}", _tone(fits)),
         Tile("measured peak", format_bytes(measured.peak_bytes), f"before: {before}"),
         Tile("measured time", time_ratio(result), f"predicted: {expected}"),
-        Tile("numbers", brief, numbers_line(result.numerics).plain, _tone(same)),
+        Tile("numbers", brief, numbers(report).partition(" (")[0], _tone(same)),
     ]
+
+
+def numbers(report: RunReport) -> str:
+    """How the plan's numbers compare with those of the unplanned step; "" where it was not run."""
+    return "" if report.result is None else numbers_line(report.result.numerics).plain
 
 
 def comparison(report: RunReport) -> list[tuple[str, str, str, str, str]]:

@@ -25,6 +25,7 @@ def html_page(report: RunReport) -> str:
     return environment.get_template("page.html.j2").render(
         report=report,
         tiles=facts.tiles(report),
+        numbers=facts.numbers(report),
         comparison=facts.comparison(report),
         categories=facts.categories(report),
         category_checks=facts.category_checks(report),
