@@ -206,12 +206,11 @@ def _run(
     begun = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache(user or name, arguments)))
-    taking_turns = arguments.at_once > 1 and name not in COLD
-    if taking_turns:
+    if arguments.at_once > 1 and name not in COLD:
         environment[turns.VARIABLE] = str(_turns(arguments))
     with _log(name, arguments).open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        leave = turns.join(_turns(arguments), process.pid) if taking_turns else None
+        leave = turns.join_turns(process.pid, environment)
         try:
             code = process.wait(timeout=max(end - begun, 1.0))
         except subprocess.TimeoutExpired:
@@ -219,8 +218,7 @@ def _run(
             process.wait()
             return "cut off: the time is over"
         finally:
-            if leave is not None:
-                leave()
+            leave()
     how = "ended well" if code == 0 else f"failed with {code}"
     return f"{how} after {time.monotonic() - begun:.0f} s"
 

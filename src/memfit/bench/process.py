@@ -122,13 +122,14 @@ def start_plain(
     environment: dict[str, str] | None = None,
 ) -> int | None:
     """Run a cell in a process that imports everything itself."""
+    environment = environment or _environment()
     with open(said, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "memfit.bench.cell", asked, told],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment or _environment(),
+            env=environment,
             start_new_session=True,  # what it starts, such as compilers, ends with it
         )
         leave = join_turns(process.pid, environment)

@@ -59,9 +59,9 @@ def turns_folder(usual: Path) -> Path:
     return folder
 
 
-def join_turns(process: int, environment: Mapping[str, str] | None) -> Callable[[], None]:
-    """As `join`, where a process was started with that variable set; does nothing elsewhere."""
-    folder = (os.environ if environment is None else environment).get(VARIABLE)
+def join_turns(process: int, environment: Mapping[str, str]) -> Callable[[], None]:
+    """As `join`, where a process was started in an environment with turns; else does nothing."""
+    folder = environment.get(VARIABLE)
     return join(Path(folder), process) if folder else lambda: None
 
 
