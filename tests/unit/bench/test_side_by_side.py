@@ -97,7 +97,7 @@ def test_cells_of_two_lanes_are_told_of_each_other(tmp_path: Path) -> None:
         cell_processes([cell], tmp_path, print, folder) as one,
         cell_processes([cell], tmp_path, print, folder) as other,
     ):
-        found = [run(cell, 120.0, None) for run in (one, other)]
+        found = [run(cell, 600.0, None) for run in (one, other)]
         assert [c.status for c in found] == [OK, OK]
         registered = [file.name for file in folder.iterdir() if file.name.isdigit()]
         assert len(registered) == 2

@@ -187,6 +187,7 @@ def test_a_finder_of_batch_sizes_beside_brute_force(monkeypatch):
 
 
 TABLES = (
+    ("batch-size", "batch_size"),
     ("inside", "comparing.tables"),
     ("observe", "observe"),
     ("swap-host", "swap_host"),

@@ -47,11 +47,13 @@ class Other:
         return [file.read_text() for file in self.files]
 
     def moves(self) -> bool:
+        """Whether both go on, sooner or later: the machine may be busy."""
         before = self.count()
-        time.sleep(0.2)
-        return all(now != then for now, then in zip(self.count(), before, strict=True))
+        wait_until(lambda: all(n != b for n, b in zip(self.count(), before, strict=True)))
+        return True
 
     def still(self) -> bool:
+        time.sleep(0.1)  # what was being written is there then
         before = self.count()
         time.sleep(0.2)
         return self.count() == before
