@@ -31,6 +31,7 @@ LESSONS = 3  # plans that are run to learn about their variants
 ALIKE = 0.01  # peaks that one plan answers, at the lowest of them
 SLOWER = 0.95  # of a peer's seconds: one that takes less at a lower peak stands for both
 UNPLANNED = "memfit unplanned"
+MORE_TRIES = 2  # at the smallest budget
 SMALLEST = "smallest"
 MATCH = "memfit at the peak of: "
 
@@ -100,28 +101,40 @@ class Comparison:
         return found, setup
 
     def fit(self, key: str, *, set_up: bool) -> dict[str, Any]:
-        """Fit at the budget of this key: run under the cap, numbers compared, timed."""
+        """Fit at the budget of this key: run under the cap, numbers compared, timed.
+
+        The smallest may turn out too small once lean variants ran: then the one named instead.
+        """
         base = self.profile()
         profile = self.set_up_profile()[0] if set_up else base
         budget = self._budget(key, base, profile)
         begun = time.perf_counter()
-        try:
-            fitted = memfit.fit_workload(
-                self.workload,
-                budget,
-                profiled=profile,
-                steps=self.arguments.steps,
-                allow="recompute",
-                progress=say,
-            )
-        except InfeasibleError as refusal:
-            return {
-                "budget_bytes": budget,
-                "minimum_bytes": refusal.minimum_bytes,
-                "why": refusal.message,
-            }
+        refused: list[int] = []
+        fitted = None
+        while fitted is None:
+            try:
+                fitted = memfit.fit_workload(
+                    self.workload,
+                    budget,
+                    profiled=profile,
+                    steps=self.arguments.steps,
+                    allow="recompute",
+                    progress=say,
+                )
+            except InfeasibleError as refusal:
+                least = refusal.minimum_bytes
+                refused.append(budget)
+                again = key.startswith(SMALLEST) and len(refused) <= MORE_TRIES
+                if not again or least is None or least <= budget:
+                    return {
+                        "budget_bytes": budget,
+                        "minimum_bytes": least,
+                        "why": refusal.message,
+                    }
+                budget = least
         fitted.undo()
         row = {"fit_s": time.perf_counter() - begun, **_fit_row(fitted)}
+        row |= {"refused_bytes": refused} if refused else {}
         # What one fit learned about its variants helps the next.
         learned = {"set_up" if set_up else "plain": fitted.profile}
         self._keep(plans=self.kept.plans | {key: fitted.plan}, **learned)

@@ -94,6 +94,8 @@ def _fit_line(name: str, key: str, row: dict[str, Any]) -> str:
     if "error" in row:
         return f"| {name} {key} | {row['error']} |" + " |" * 7
     budget = f"{row['budget_bytes'] / MIB:.0f} MB"
+    if "refused_bytes" in row:
+        budget += f" ({', '.join(f'{size / MIB:.0f}' for size in row['refused_bytes'])} refused)"
     if "why" in row:
         minimum = (row["minimum_bytes"] or 0) / MIB
         return f"| {name} {key} | {budget} | refused: the minimum is {minimum:.0f} MB | | | | | | |"

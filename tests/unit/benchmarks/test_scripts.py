@@ -94,6 +94,29 @@ def test_plans_beside_peers_go_on_with_the_profile_and_the_plans_of_a_run_that_w
     assert "| checkpoint | " in path.with_suffix(".md").read_text().split("no higher peak")[1]
 
 
+def test_a_smallest_budget_that_is_refused_is_followed_by_the_one_named_instead(
+    script, monkeypatch
+):
+    import memfit
+    from memfit.errors import InfeasibleError
+
+    fit, asked = memfit.fit_workload, []
+
+    def sometimes(workload, budget, **options):
+        asked.append(budget)
+        if len(asked) == 1:
+            more = int(1.05 * budget)
+            raise InfeasibleError("too small", budget_bytes=budget, minimum_bytes=more, hint="")
+        return fit(workload, budget, **options)
+
+    monkeypatch.setattr(memfit, "fit_workload", sometimes)
+    words = ["--tiny", "--steps", "1", "--executor", "module", "--only", ENCODER, "--fits-only"]
+    path = script("inside", *words, "--shares", "--smallest")
+    row = json.loads(path.read_text())["workloads"][ENCODER]["fits"]["smallest"]
+    assert row["refused_bytes"] == asked[:1] and row["budget_bytes"] == asked[1] > asked[0]
+    assert f"MB ({asked[0] / 2**20:.0f} refused)" in path.with_suffix(".md").read_text()
+
+
 def test_peaks_that_are_alike_are_matched_once_by_the_lowest():
     from comparing.comparison import lowest_peaks
 
