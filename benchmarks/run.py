@@ -18,7 +18,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,6 @@ COMPILED = ("compile", "blocks", "checkpoint-compiled")  # systems worth compili
 COLD = ("setup",)  # what asks how long compiling takes must not find anything compiled
 GOES_ON = {"simulated": "pays"}  # in the file of another
 SPARE_S = 15.0  # for a script to end
-WAKE_S = 2.0  # how often those are woken whom one that died left standing
 LONGEST_AHEAD_S = 240.0  # what compiles for longer is left to the run itself, or fails there
 
 
@@ -128,23 +126,15 @@ def _side_by_side(
     cold = [run for run in chosen if run.name in COLD]
     rest = [run for run in chosen if run not in cold]
     failed = [run.name for run in cold if not _ran(run, arguments, begun, end)]
-    over = threading.Event()
-    with ThreadPoolExecutor(arguments.at_once + 2) as pool:
-        pool.submit(_keep_waking, _turns(arguments), over)
-        untimed = pool.submit(_untimed, rest, arguments, end)
-        try:
-            with ThreadPoolExecutor(arguments.at_once) as runs:
-                well = list(runs.map(lambda run: _ran(run, arguments, begun, end), rest))
-            untimed.result()
-        finally:
-            over.set()
+    with (
+        turns.kept_awake(_turns(arguments)),
+        ThreadPoolExecutor(1) as aside,
+        ThreadPoolExecutor(arguments.at_once) as lanes,
+    ):
+        untimed = aside.submit(_untimed, rest, arguments, end)
+        well = list(lanes.map(lambda run: _ran(run, arguments, begun, end), rest))
+        untimed.result()
     return failed + [run.name for run, ended in zip(rest, well, strict=True) if not ended]
-
-
-def _keep_waking(folder: Path, over: threading.Event) -> None:
-    """Wake whom one that died in its turn left standing."""
-    while not over.wait(WAKE_S):
-        turns.wake(folder)
 
 
 def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -> None:

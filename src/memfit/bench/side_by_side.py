@@ -18,9 +18,8 @@ from memfit.bench.order import most_valuable_first
 from memfit.bench.process import RunCell
 from memfit.bench.suite import Save, Settings, run_cells, run_one
 from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, TIMED_OUT, BenchReport
-from memfit.measure import turns
+from memfit.measure.turns import kept_awake
 
-WAKE_S = 2.0  # how often those are woken whom a cell that died in its turn left standing
 SHORT = (OUT_OF_MEMORY, CRASHED, TIMED_OUT)  # of something that others may have had
 
 OpenLane = Callable[[], AbstractContextManager[RunCell]]
@@ -71,12 +70,11 @@ def run_side_by_side(
 
     # Daemons: when this process is interrupted, their servers see it go and end what they run.
     workers = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        while worker.is_alive():
-            worker.join(WAKE_S)
-            turns.wake(folder)
+    with kept_awake(folder):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if failures:
         raise failures[0]
     with open_lane() as run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import psutil
 import torch
 
 VARIABLE = "MEMFIT_TURNS"
+_WAKE_S = 2.0  # how often it is looked whether someone was left standing
 # The device has done what the others left to it when it answers so soon, so many times in a row.
 _ANSWER_S, _ANSWERS, _PATIENCE_S = 5e-4, 20, 5.0
 
@@ -65,8 +67,26 @@ def join_turns(process: int, environment: Mapping[str, str]) -> Callable[[], Non
     return join(Path(folder), process) if folder else lambda: None
 
 
+@contextmanager
+def kept_awake(folder: Path) -> Iterator[None]:
+    """Meanwhile, whoever dies in its turn is made up for: it woke nobody."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(_WAKE_S):
+            wake(folder)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def wake(folder: Path) -> None:
-    """Let everyone go on, unless one is being timed: one that died in its turn woke nobody."""
+    """Let everyone go on, unless one is being timed."""
     try:
         with _turn(folder, wait=False):
             for root in _roots(folder):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from memfit.measure import turns
-from memfit.measure.turns import alone, join, wake
+from memfit.measure.turns import alone, join, kept_awake, wake
 
 # A process with a child, both of which count.
 COUNTS = """
@@ -106,8 +106,8 @@ def test_without_a_folder_nobody_waits(other: Other, monkeypatch: pytest.MonkeyP
 def test_whoever_dies_in_its_turn_is_made_up_for(other: Other, folder: Path) -> None:
     assert subprocess.run([sys.executable, "-c", DIES]).returncode == -signal.SIGKILL
     assert other.still()
-    wake(folder)
-    assert other.moves()
+    with kept_awake(folder):
+        assert other.moves()
 
 
 def test_nobody_is_woken_during_a_turn(other: Other, folder: Path) -> None:
