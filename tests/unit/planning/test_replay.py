@@ -149,6 +149,8 @@ def test_a_variant_that_moves_shows_it_twice(large: Profile) -> None:
     moved = simulator.everything_moved(0)
     assert moved is not None
     first = next(c.index for c in large.graph.calls if c.graph >= 0)
+    away = simulator.effect(Pick(first, moved)).away
+    assert away is not None and away.tensors > 1 and away.moments == 1, "saved when it ends"
     acts = simulator.scheduled([Pick(first, moved), Pick(first + 1, moved)], None)
     made = _check(simulator, acts)
     back = {t.name for t in made.tensors if t.name.endswith("(back from the host)")}
