@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import memfit
@@ -48,6 +50,28 @@ def test_what_ran_is_what_was_reckoned_from_the_graph(workload: memfit.Workload)
         assert abs(variant.backward_peak_bytes - expected.backward_peak_bytes) < 0.03 * peak
     # All it chose is known now.
     assert learn_variants(workload, learned, plan) is None
+
+
+def test_new_variants_that_take_next_to_no_time_are_not_timed(
+    workload: memfit.Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once others were: then their memory is all there is to learn."""
+    profile = memfit.profile(workload, executor="graph")
+    assert profile.baseline is not None
+    budget = int(0.8 * profile.baseline.peak_bytes)
+    plan = make_plan(profile, Goal(budget_bytes=budget))
+    said: list[str] = []
+    first = learn_variants(workload, profile, plan, say=said.append)
+    assert first is not None and "timing what was chosen" in said
+    monkeypatch.setattr("memfit.capture.learn.MARGINAL", 1e9)
+    for known, timed in ((profile, True), (replace(profile, known=first.known), False)):
+        forgotten = tuple(replace(m, variants=()) for m in known.known)
+        said.clear()
+        again = learn_variants(workload, replace(known, known=forgotten), plan, say=said.append)
+        assert ("timing what was chosen" in said) == timed
+    assert again is not None
+    assert [m.factor for m in again.known] == [m.factor for m in first.known], "as they were"
+    assert all(v.measured for m in again.known for v in m.variants)
 
 
 def test_a_plan_that_keeps_everything_teaches_nothing(workload: memfit.Workload) -> None:
