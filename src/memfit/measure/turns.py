@@ -102,7 +102,10 @@ def _turn(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
     with (folder / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked process still has the file
 
 
 def _roots(folder: Path) -> Iterator[psutil.Process]:

@@ -30,7 +30,6 @@ class Lanes:
         self.folder, self.running, self.most, self.lock = folder, 0, 0, threading.Lock()
         self.saved: list[str] = []
         self.given: list[float] = []
-        self.alone: list[bool] = []
 
     @contextmanager
     def lane(self) -> Iterator[Any]:

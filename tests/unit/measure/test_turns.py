@@ -34,6 +34,19 @@ with alone():
 """
 
 
+# Forks a process in its turn, which outlives it; another turn can be had at once.
+FORKS = """
+import os, pathlib, signal, time
+from memfit.measure import turns
+with turns.alone():
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+with turns._turn(pathlib.Path(os.environ[turns.VARIABLE]), wait=False):
+    os.kill(child, signal.SIGKILL)
+"""
+
+
 class Other:
     """A process beside this one; `count` is how far it and its child have come."""
 
@@ -108,6 +121,10 @@ def test_whoever_dies_in_its_turn_is_made_up_for(other: Other, folder: Path) -> 
     assert other.still()
     with kept_awake(folder):
         assert other.moves()
+
+
+def test_a_process_that_was_forked_in_a_turn_does_not_keep_it(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60)
 
 
 def test_nobody_is_woken_during_a_turn(other: Other, folder: Path) -> None:
