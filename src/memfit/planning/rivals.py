@@ -14,14 +14,14 @@ from dataclasses import replace
 from memfit.planning import optimal
 from memfit.planning.acts import Act, Pick
 from memfit.planning.improve import improved
-from memfit.planning.placed import held_bytes, holds, seconds
+from memfit.planning.placed import held_bytes, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import INTERRUPTED, choose_optimal
 
 STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
 # Shares of the time limit; to recompute alone matters most.
-RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER = 0.6, 0.3, 0.2, 0.3
+RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 3.0
 IMPROVING_S = 2.0
 OVERRUN = 2.0  # times the limit: then it is not solved again
 AS_FAST = 1e-3  # less of the step's time does not matter
@@ -44,6 +44,10 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     for rival in _rivals(simulator, choose):
         if _keeps(simulator, rival, request):
             holding.append(replace(rival, lower_bound_s=bound_s))
+    if together and holding and _best(simulator, holding).trim:
+        # What moves may do without giving pages back in every step, which costs more than to plan.
+        tighter = _tighter(simulator, request, together[0])
+        holding += [] if tighter is None else [tighter]
     proven_s = (1 + AS_FAST) * (simulator.profile.step_s + bound_s)
     if not any(seconds(simulator, choice) <= proven_s for choice in holding):
         # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
@@ -108,6 +112,19 @@ def _together(simulator: Simulator, request: Request) -> list[Choice]:
     if second is None:
         return [first]
     return [first, replace(second, lower_bound_s=first.lower_bound_s)]
+
+
+def _tighter(simulator: Simulator, request: Request, first: Choice) -> Choice | None:
+    """What the program of both finds for less and less, until that holds where it is placed."""
+
+    def ask(request: Request) -> list[Choice]:
+        found = choose_optimal(simulator, request)
+        return [] if found is None else [found]
+
+    longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
+    known = tightened(simulator, ask, longer, [first])
+    keeping = [choice for choice in known if _keeps(simulator, choice, request)]
+    return _best(simulator, keeping) if keeping else None
 
 
 def _rivals(simulator: Simulator, choose: Choose) -> Iterator[Choice]:
