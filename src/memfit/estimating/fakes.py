@@ -36,8 +36,19 @@ def without_memory(what: What) -> Iterator[FakeTensorMode]:
     if isinstance(what, Workload):
         first = next(what.model.parameters())
         mode = first.fake_mode if isinstance(first, FakeTensor) else None
-    with mode or FakeTensorMode(allow_non_fake_inputs=True) as entered, _AnsweredReads():
+    with mode or _mode_for_building() as entered, _AnsweredReads():
         yield entered
+
+
+def _mode_for_building() -> FakeTensorMode:
+    """A mode in which `Module.to` and its kin work.
+
+    They swap fake parameters, and torch swaps no tensor that has a weak reference. The mode would
+    keep one to all it makes first: https://github.com/pytorch/pytorch/pull/184976.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
+    return mode
 
 
 def fake_workload(what: What, mode: FakeTensorMode, options: Mapping[str, Any]) -> Workload:

@@ -39,8 +39,7 @@ class Work:
             return
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        formula = flop_registry.get(func._overloadpacket)
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        flops = _flops(func, args, kwargs, result)
         moved = sum(t.numel() * t.element_size() for t in (*tensors, *results))
         self._operators[_kind(func, tensors), flops, moved] += 1
 
@@ -57,6 +56,25 @@ class Work:
         for (kind, flops, moved), count in self._operators.items():
             seconds += count * max(flops / (COMPUTE_SHARE * rates[kind]), moved * move_s)
         return seconds
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return 0
+    if func.name().startswith("aten::_scaled_dot_product_"):
+        args = _with_heads_of_query(args, at=1 if func.name().endswith("_backward") else 0)
+    return int(formula(*args, **kwargs, out_val=result))
+
+
+def _with_heads_of_query(args: Any, at: int) -> list[Any]:
+    """Give the key and value after the query at `at` its heads: kernels repeat theirs so.
+
+    torch 2.11 refuses to count fewer: https://github.com/pytorch/pytorch/pull/177169.
+    """
+    heads = args[at].shape[1]
+    shapes = [(t.shape[0], heads, *t.shape[2:]) for t in args[at + 1 : at + 3]]
+    return [*args[: at + 1], *shapes, *args[at + 3 :]]
 
 
 def _kind(func: Any, tensors: list[torch.Tensor]) -> str:

@@ -84,7 +84,7 @@ def _build(
         seeded(options.seed, options.device),
         options.device,
     ):
-        model = create().to(options.device)
+        model = create()
         image_shape, classes = describe_batch(model)
         images = torch.randn(count, *image_shape)
         labels = torch.randint(classes, (count,))

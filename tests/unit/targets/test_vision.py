@@ -1,6 +1,7 @@
 """torchvision and timm targets, against stand-ins of their interfaces and the packages if there."""
 
 import sys
+import weakref
 from collections import namedtuple
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from memfit.errors import UsageError
+from memfit.estimating.estimate import estimate
 from memfit.targets import resolve_target
 
 Outputs = namedtuple("Outputs", ["logits", "aux_logits"])
@@ -22,6 +24,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.num_classes = num_classes
         self.head = nn.Linear(in_chans, num_classes)
+        # As torch has them to fake parameters, which it then refuses to move.
+        self.watches = [weakref.ref(parameter) for parameter in self.parameters()]
         self.auxiliary = auxiliary
 
     def forward(self, images: torch.Tensor) -> Any:
@@ -119,6 +123,22 @@ def test_timm_image_size_and_channels_can_be_overridden(timm: list) -> None:
 
 
 @pytest.mark.parametrize("zoo", ["torchvision", "timm"])
+def test_models_are_estimated_one_after_another(zoo: str, torchvision: list, timm: list) -> None:
+    first = estimate(f"{zoo}:resnet18", batch=4)
+    assert first.categories["parameters"] >= 4 * 1000 * 4
+    assert first.categories["batch"] > 0
+    estimate("encoder", batch=1, seq=8, overrides={"n_layer": "1"})
+    assert estimate(f"{zoo}:resnet18", batch=4) == first
+
+
+@pytest.mark.parametrize("zoo", ["torchvision", "timm"])
+def test_models_are_built_on_their_device(zoo: str, torchvision: list, timm: list) -> None:
+    workload = resolve_target(f"{zoo}:resnet18", device="meta")
+    tensors = [*workload.model.parameters(), *workload.batch]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@pytest.mark.parametrize("zoo", ["torchvision", "timm"])
 def test_unknown_name_gets_close_matches(zoo: str, torchvision: list, timm: list) -> None:
     with pytest.raises(UsageError, match="no image classifier 'resnet19'") as caught:
         resolve_target(f"{zoo}:resnet19")
@@ -165,6 +185,16 @@ def test_real_torchvision_knows_all_classifiers_but_no_detectors() -> None:
             224,
             224,
         )
+
+
+@pytest.mark.parametrize("target", ["torchvision:vit_b_16", "timm:resnet18"])
+def test_real_models_are_estimated_as_they_are(target: str) -> None:
+    pytest.importorskip(target.partition(":")[0], exc_type=ImportError)
+    made = estimate(target, batch=2)
+    model = resolve_target(target, batch=2, device="meta").model
+    assert made.categories["parameters"] == pytest.approx(
+        sum(p.nbytes for p in model.parameters()), rel=0.01
+    )
 
 
 def test_real_timm() -> None:
