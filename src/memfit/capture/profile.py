@@ -25,6 +25,7 @@ from memfit.measure.memory import Peak, static_bytes
 from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
 from memfit.runtime.apply import refuse_planned
+from memfit.runtime.compile import padding
 from memfit.runtime.compile.ahead import wake_inductor
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.layout import channels_last, prefers_channels_last
@@ -134,6 +135,7 @@ def profile_workload(
         inplace_off=inplace,
         channels_last=turned,
         cuda_graphs=times.graphed_peak is not None,
+        padded=padding.decisions() if executor == "inductor" else {},
         accumulate=accumulate,
         setup=() if setup is None else setup.techniques,
         tile_bytes=None if setup is None else setup.tile_bytes,

@@ -132,6 +132,7 @@ class Plan:
     inplace_off: tuple[str, ...] = ()
     channels_last: bool = False  # images are given to the model in that layout
     cuda_graphs: bool = False  # forward and backward are launched as one each
+    padded: dict[str, bool] = field(default_factory=dict)  # odd matrix products, by their sizes
     model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)

@@ -130,6 +130,7 @@ class Profile:
     inplace_off: tuple[str, ...] = ()  # modules that must not work in place to be recomputed
     channels_last: bool = False  # images were given to the model in that layout
     cuda_graphs: bool = False  # forward and backward were launched as one each
+    padded: dict[str, bool] = field(default_factory=dict)  # odd matrix products, by their sizes
     accumulate: int = 1  # micro-batches per optimizer step
     split: int = 1  # of these, parts of one batch
     setup: tuple[str, ...] = ()  # techniques of the step itself that were at work

@@ -373,6 +373,7 @@ def _plan(
         inplace_off=profile.inplace_off,
         channels_last=profile.channels_last,
         cuda_graphs=graphs,
+        padded=profile.padded,
         model_calls=profile.graph.model_calls,
         notes=(*profile.notes, *_notes(choice, graphs)),
     )

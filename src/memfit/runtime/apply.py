@@ -16,6 +16,7 @@ from memfit.measure.memory import Peak
 from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
 from memfit.runtime.compile.compiled import compiled_segments
+from memfit.runtime.compile.padding import remember
 from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.layout import channels_last
@@ -131,6 +132,7 @@ def plan_engine(plan: Plan, model: torch.nn.Module) -> Recompute:
 def plan_code(plan: Plan) -> dict[int, Wrap]:
     """What runs in the place of each captured call's forward."""
     code: dict[int, Wrap] = {}
+    remember(plan.padded)
     for index, segment in enumerate(plan.segments):
         if segment.variant is not None:
             variant = plan.variants[segment.variant]

@@ -45,7 +45,10 @@ _FRAMES = 4  # of where a worker failed
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"  # an array by the numbers of device types
 _CUDA, _META = 1, 14
 
+_MISSES = 3  # so often what workers made may be for nothing, or as often as it was of use
+
 _failed = False  # whether a worker of this process failed: there are no more after that
+_used = {True: 0, False: 0}  # how often torch's cache had what workers made, and had not
 
 
 def worker_count() -> int:
@@ -103,6 +106,21 @@ def give_up(reason: str) -> None:
     if not _failed:
         log.warning("segments are compiled one after another, in this process: %s", reason)
     _failed = True
+
+
+def looked_for(kind: str, *, found: bool) -> None:
+    """Take note of whether torch's cache had what a worker made for a segment.
+
+    Now and then it has not: a worker sees inputs as traced operators lay them out, and fused code
+    may lay them out in another way. Where most is missing there are no more workers.
+    """
+    _used[found] += 1
+    if found:
+        return
+    missing = f"torch's cache has not got what others made for {kind}"
+    log.info(missing)
+    if _used[False] >= max(_MISSES, _used[True]):
+        give_up(missing)
 
 
 class Workers:

@@ -35,10 +35,11 @@ from memfit.errors import MemfitError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
 from memfit.runtime.compile import partition
-from memfit.runtime.compile.ahead import Workers, give_up
+from memfit.runtime.compile.ahead import Workers, looked_for
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
+from memfit.runtime.compile.padding import decided_once
 from memfit.runtime.compile.read_back import wait_before_reading_back
 from memfit.runtime.random_state import RandomState
 
@@ -362,8 +363,8 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             with wait_before_reading_back():
                 compiled = compile_fx_inner(half, inputs, **options)
             compilation.code_s += time.perf_counter() - begun
-            if work in segments.made_ahead and _cache_misses() > misses:
-                give_up(f"torch's cache has not got what others made for {compilation.kind}")
+            if work in segments.made_ahead:
+                looked_for(compilation.kind, found=_cache_misses() == misses)
         if not plain:
             segments.made_ahead.discard(work)  # other settings may need other code later
         if workers.worker is not None and (backward or _keeps_strides(strides)):
@@ -376,7 +377,7 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
 
     partitioner = _Partitioner(compilation)
     try:
-        with workers.guarded():
+        with workers.guarded(), decided_once():
             return compile_fx(
                 module,
                 inputs,

@@ -331,3 +331,26 @@ def test_kernels_are_compiled_side_by_side_and_never_loaded(
     assert ahead._failed is fails and ("no such kernel" in caplog.text) is fails
     processes = {path.read_text() for path in tmp_path.iterdir()}
     assert len(processes) == (0 if fails else 12) and str(os.getpid()) not in processes
+
+
+def test_what_is_missing_now_and_then_ends_no_workers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ahead, "_failed", False)
+    monkeypatch.setattr(ahead, "_used", {True: 0, False: 0})
+    for _ in range(5):
+        ahead.looked_for("Block", found=True)
+    for _ in range(4):
+        ahead.looked_for("Loss", found=False)
+    assert not ahead._failed
+    ahead.looked_for("Loss", found=False)
+    assert ahead._failed and "what others made for Loss" in caplog.text
+
+
+def test_where_nothing_is_found_there_are_no_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_failed", False)
+    monkeypatch.setattr(ahead, "_used", {True: 0, False: 0})
+    for _ in range(3):
+        assert not ahead._failed
+        ahead.looked_for("Block", found=False)
+    assert ahead._failed
