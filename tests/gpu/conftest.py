@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from memfit.planning.write_plan import write_segments
 
 Choose = Callable[[Simulator, int], int]
 HERE = Path(__file__).parent
+LONGEST = 3000  # characters of a failure
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tell of a failure at once: what is cut off never comes to its summary."""
+    if report.failed and HERE.name in report.nodeid:
+        print(
+            f"\n{report.nodeid}\n{report.longreprtext[-LONGEST:]}", file=sys.__stderr__, flush=True
+        )
 
 
 @pytest.fixture

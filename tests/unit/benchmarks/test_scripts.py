@@ -215,6 +215,9 @@ TABLES = (
     ("observe", "observe"),
     ("swap-host", "swap_host"),
     ("swap", "swapping.tables"),
+    ("estimates", "estimates"),
+    ("combinations", "combinations"),
+    ("recipes", "recipes"),
 )
 
 
