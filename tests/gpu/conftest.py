@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +31,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=missing))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, Any]:
     """Tell of a failure at once: what is cut off never comes to its summary."""
-    if report.failed and HERE.name in report.nodeid:
-        print(
-            f"\n{report.nodeid}\n{report.longreprtext[-LONGEST:]}", file=sys.__stderr__, flush=True
-        )
+    report = yield
+    told = item.config.pluginmanager.get_plugin("terminalreporter")
+    if report.failed and told is not None:
+        told.write_line(f"\n{report.nodeid}\n{report.longreprtext[-LONGEST:]}")
+    return report
 
 
 @pytest.fixture
