@@ -20,6 +20,7 @@ from memfit.errors import InfeasibleError
 from memfit.fitted import Fitted
 from memfit.holding import learn_from
 from memfit.ir.profile import Profile
+from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
@@ -103,7 +104,8 @@ class Comparison:
     def fit(self, key: str, *, set_up: bool) -> dict[str, Any]:
         """Fit at the budget of this key: run under the cap, numbers compared, timed.
 
-        The smallest may turn out too small once lean variants ran: then the one named instead.
+        The smallest may turn out too small once lean variants ran: then the one named instead, with
+        what these showed.
         """
         base = self.profile()
         profile = self.set_up_profile()[0] if set_up else base
@@ -123,15 +125,16 @@ class Comparison:
                 )
             except InfeasibleError as refusal:
                 least = refusal.minimum_bytes
-                refused.append(budget)
-                again = key.startswith(SMALLEST) and len(refused) <= MORE_TRIES
+                again = key.startswith(SMALLEST) and len(refused) < MORE_TRIES
                 if not again or least is None or least <= budget:
                     return {
                         "budget_bytes": budget,
                         "minimum_bytes": least,
                         "why": refusal.message,
+                        **({"refused_bytes": refused} if refused else {}),
                     }
-                budget = least
+                refused.append(budget)
+                budget, profile = least, refusal.learned or profile
         fitted.undo()
         row = {"fit_s": time.perf_counter() - begun, **_fit_row(fitted)}
         row |= {"refused_bytes": refused} if refused else {}
@@ -196,6 +199,7 @@ class Comparison:
             return
         self._warm.add(kind)
         assert profile is not None
+        prefer_expandable_segments(self.workload.device)  # as when it was profiled
         warm_up(self.workload, profile, setup)
         for plan in self.kept.plans.values():
             if set(plan.setup) == set(() if setup is None else setup.techniques):

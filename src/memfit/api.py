@@ -75,7 +75,14 @@ def profile(
         cuda_graphs=cuda_graphs,
         progress=progress,
     )
-    return measured if note is None else replace(measured, notes=(*measured.notes, note))
+    return _noting(measured, note)
+
+
+def _noting(profile: Profile, note: str | None) -> Profile:
+    """The profile with a note, unless it has it."""
+    if note is None or note in profile.notes:
+        return profile
+    return replace(profile, notes=(*profile.notes, note))
 
 
 def plan(
@@ -230,6 +237,8 @@ def fit_workload(
     if steps < 1:
         raise UsageError(f"steps is {steps}", hint="it counts timed steps: 1 or more")
     refuse_planned(workload.model)
+    if profiled is not None:  # in another process, it may be: placement is predicted for this
+        profiled = _noting(profiled, prefer_expandable_segments(workload.device))
     base = profiled or profile(
         workload,
         segments=segments,

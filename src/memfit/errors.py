@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MemfitError(Exception):
     """Base of every error memfit raises on purpose; carries the exit code of the command line."""
@@ -37,9 +39,11 @@ class InfeasibleError(MemfitError):
     """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet.
 
     `incompressible_bytes` splits it: fixed, and on top of that in forward and in backward.
+    `learned` is the profile with all that was run before the answer was no, if anything was.
     """
 
     exit_code = 1
+    learned: Any = None
 
     def __init__(
         self,
@@ -57,13 +61,15 @@ class InfeasibleError(MemfitError):
 
     def saying(self, more: str) -> InfeasibleError:
         """The same with more words."""
-        return InfeasibleError(
+        same = InfeasibleError(
             f"{self.message}{more}",
             budget_bytes=self.budget_bytes,
             minimum_bytes=self.minimum_bytes,
             incompressible_bytes=self.incompressible_bytes,
             hint=self.hint,
         )
+        same.learned = self.learned
+        return same
 
 
 class ModelError(MemfitError):

@@ -10,7 +10,7 @@ from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.lesson import untried
-from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.make_plan import Goal, make_plan, page_bytes
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.units import format_bytes
@@ -42,19 +42,23 @@ def hold_budget(
 ) -> Held:
     """Plan, or take the `given` plan, and run it: each round leaves free what the last one missed.
 
-    The profile grows by what the chosen variants showed when they ran.
+    The profile grows by what the chosen variants showed when they ran. A refusal has it, too; what
+    ran counts in the smallest budget that it names.
     """
     notes: list[str] = []
+    made: Plan | None = None
+    needed: list[int] = []  # budgets that plans which ran would have held
     for number in range(1, MAX_ROUNDS + 1):
         try:
             if given is None:
-                profile, made = _planned(workload, profile, goal, setup, say, number)
+                profile, made = _planned(workload, profile, goal, made, setup, say, number)
             else:
                 made = given
         except InfeasibleError as refusal:
+            refusal.learned = refusal.learned or profile
             if not notes:
                 raise
-            # The minimum it names has what the last plan missed in it.
+            # The minimum it names has in it by how much the last plan was wrong about itself.
             more = f". What ran before did not hold: {'; '.join(notes)}"
             raise refusal.saying(more) from refusal
         say(f"running under the budget (round {number})")
@@ -67,42 +71,68 @@ def hold_budget(
         if check.holds:
             return Held(profile, made, check, number, tuple(notes))
         assert made.budget_bytes is not None
-        ran = "out of memory" if check.peak is None else format_bytes(check.peak.reserved_bytes)
-        notes.append(
-            f"round {number}: {ran} under the budget of {format_bytes(made.budget_bytes)}, "
-            f"{format_bytes(check.over_bytes)} too much"
-        )
+        needed.append(made.budget_bytes + check.over_bytes + page_bytes(profile))
+        notes.append(f"round {number}: {_missed(made, check)}")
         if given is not None:
             break
         # So much less than this plan was to take: else the plan might stay as it is.
         spare = max(made.budget_bytes - made.predicted.reserved_bytes, goal.margin_bytes)
         goal = replace(goal, margin_bytes=spare + check.over_bytes)
-    raise InfeasibleError(
+    assert made is not None
+    missed = InfeasibleError(
         f"the planned step does not hold the budget on this machine: {'; '.join(notes)}",
         budget_bytes=made.budget_bytes,
-        minimum_bytes=made.minimum_feasible_bytes,
-        hint="give a budget a few percent larger",
+        minimum_bytes=min(needed),
+        hint=f"try --budget {min(needed)}",
     )
+    missed.learned = profile
+    raise missed
+
+
+def _missed(plan: Plan, check: BudgetCheck) -> str:
+    """What a plan took and was to take: how far live bytes are off, and how far their places."""
+    assert plan.budget_bytes is not None
+    ran = "out of memory"
+    if check.peak is not None:
+        ran = _held(check.peak.reserved_bytes, check.peak.bytes)
+    return (
+        f"{ran} under the budget of {format_bytes(plan.budget_bytes)}, "
+        f"{format_bytes(check.over_bytes)} too much, "
+        f"predicted {_held(plan.predicted.reserved_bytes, plan.predicted.peak_bytes)}"
+    )
+
+
+def _held(reserved_bytes: int, live_bytes: int) -> str:
+    live = "" if live_bytes == reserved_bytes else f" ({format_bytes(live_bytes)} live)"
+    return f"{format_bytes(reserved_bytes)}{live}"
 
 
 def _planned(
     workload: Workload,
     profile: Profile,
     goal: Goal,
+    known: Plan | None,
     setup: Setup | None,
     say: Callable[[str], None],
     number: int,
 ) -> tuple[Profile, Plan]:
-    """A plan made with what its variants showed when they ran, and the profile that has this."""
+    """A plan made with what its variants showed when they ran, and the profile that has this.
+
+    `known` is the plan of the round before.
+    """
     say(f"planning (round {number})")
-    made = make_plan(profile, goal)
+    made = make_plan(profile, goal, known)
     for _ in range(MAX_LESSONS):
         learned = learn_from(workload, profile, made, goal, setup, say)
         if learned is None:
             break
         profile = learned
         say(f"planning again (round {number})")
-        made = make_plan(profile, goal, known=made)
+        try:
+            made = make_plan(profile, goal, known=made)
+        except InfeasibleError as refusal:
+            refusal.learned = profile
+            raise
     return profile, made
 
 

@@ -466,3 +466,17 @@ def test_a_profile_is_used_again_and_another_workloads_refused(zoo: SimpleNamesp
     other.batch = zoo.sequences(3)
     with pytest.raises(MemfitError, match="not of this workload"):
         memfit.fit_workload(other, "90%", profiled=measured, steps=1)
+
+
+def test_a_profile_from_elsewhere_finds_the_allocator_it_was_made_with(
+    zoo: SimpleNamespace, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fit by a stored profile ran without the growing segments that were predicted."""
+    workload = zoo.workload(zoo.Stack)
+    measured = memfit.profile(workload)
+    monkeypatch.setattr(api, "prefer_expandable_segments", lambda device: "it grows")
+    fitted = fit(workload, "90%", profiled=measured)
+    assert fitted.plan.notes.count("it grows") == 1
+    fitted.undo()
+    again = fit(workload, "90%", profiled=fitted.profile)
+    assert again.plan.notes.count("it grows") == 1

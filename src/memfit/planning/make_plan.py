@@ -110,9 +110,12 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     choice = _fastest(simulator, goal, target, limit_s, known)
     fits = choice is not None and holds(simulator, choice, target)
     smallest = _smallest(simulator, goal.host_bytes, thorough=not fits)
+    if known is not None:  # of all there are only a few are tried, and this one is there
+        ran = Choice(read_acts(simulator, known), trim=known.trim)
+        smallest = min(smallest, ran, key=lambda c: held_bytes(simulator, c.acts, c.trim))
     minimum = smallest.acts
     least_bytes = held_bytes(simulator, minimum, smallest.trim) + goal.margin_bytes
-    minimum_bytes = least_bytes + _page(simulator)
+    minimum_bytes = least_bytes + page_bytes(profile)
     if choice is None or not fits:
         if budget is not None and (goal.strategy != "optimal" or least_bytes > budget):
             if least_bytes > budget:
@@ -164,12 +167,12 @@ def minimum_feasible(
     simulator = simulator_of(profile, min_tensor_bytes, techniques)
     smallest = _smallest(simulator, host_bytes, thorough=True)
     least = held_bytes(simulator, smallest.acts, smallest.trim)
-    return least + _page(simulator), smallest.acts
+    return least + page_bytes(profile), smallest.acts
 
 
-def _page(simulator: Simulator) -> int:
+def page_bytes(profile: Profile) -> int:
     """What another process may need more: its allocator begins with other holes, so by a page."""
-    return 0 if simulator.profile.allocator is None else LARGE_PAGE
+    return 0 if profile.allocator is None else LARGE_PAGE
 
 
 def _all_ran(simulator: Simulator, choice: Choice) -> bool:

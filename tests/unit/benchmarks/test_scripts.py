@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +107,10 @@ def test_a_smallest_budget_that_is_refused_is_followed_by_the_one_named_instead(
         asked.append(budget)
         if len(asked) == 1:
             more = int(1.05 * budget)
-            raise InfeasibleError("too small", budget_bytes=budget, minimum_bytes=more, hint="")
+            refusal = InfeasibleError("too small", budget_bytes=budget, minimum_bytes=more, hint="")
+            refusal.learned = replace(options["profiled"], notes=("learned",))
+            raise refusal
+        assert options["profiled"].notes == ("learned",)
         return fit(workload, budget, **options)
 
     monkeypatch.setattr(memfit, "fit_workload", sometimes)
