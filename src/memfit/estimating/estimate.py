@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from memfit.capture.discover import discover
@@ -46,9 +47,9 @@ def estimate(
     takes the operators as they are on the workload's own device.
     """
     cards = _asked(device)
-    with without_memory(what) as mode, warnings.catch_warnings():
+    with without_memory(what) as fakes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        workload = fake_workload(what, mode, target_options)
+        workload = fake_workload(what, fakes, target_options)
         # A copy is not compiled any more.
         refuse_compiled(what.model if isinstance(what, Workload) else workload.model)
         on_cuda = as_on_cuda or workload.device.type == "cuda"
@@ -64,7 +65,8 @@ def estimate(
             segments = choose_segments(discover(workload))
             calls = [(s.visit.module, s.visit.number) for s in segments]
             history, work = trace_step(workload, calls, CUDA_GRAIN if on_cuda else 1)
-        return _estimate(workload, history, work, segments, cards, on_cuda=on_cuda)
+        made = _estimate(workload, history, work, segments, cards, on_cuda=on_cuda)
+        return replace(made, notes=made.notes + fakes.values.notes())
 
 
 def _asked(device: str | int | None) -> list[Card | int]:

@@ -6,9 +6,9 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,28 +16,32 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from memfit.errors import ModelError, UsageError
+from memfit.estimating.values import Values
 from memfit.targets import resolve_target
 from memfit.workload import Workload
-
-aten = torch.ops.aten
-
 
 What = Workload | str | Callable[[], Workload]
 
 
+@dataclass(frozen=True)
+class Fakes:
+    """The mode in which every tensor is a fake one, and the values that are known of them."""
+
+    mode: FakeTensorMode
+    values: Values
+
+
 @contextmanager
-def without_memory(what: What) -> Iterator[FakeTensorMode]:
+def without_memory(what: What) -> Iterator[Fakes]:
     """Make every tensor a fake one inside; the mode is that of `what` where it has one."""
     mode = None
     if isinstance(what, Workload):
         first = next(what.model.parameters())
         mode = first.fake_mode if isinstance(first, FakeTensor) else None
-    with mode or _mode_for_building() as entered, _AnsweredReads():
-        yield entered
+    with mode or _mode_for_building() as entered, Values() as values:
+        yield Fakes(entered, values)
 
 
 def _mode_for_building() -> FakeTensorMode:
@@ -51,20 +55,22 @@ def _mode_for_building() -> FakeTensorMode:
     return mode
 
 
-def fake_workload(what: What, mode: FakeTensorMode, options: Mapping[str, Any]) -> Workload:
+def fake_workload(what: What, fakes: Fakes, options: Mapping[str, Any]) -> Workload:
     """Return `what` on fake tensors: a target or a function's result built so, or a copy.
 
     A workload that is fake already is returned as it is.
     """
     if isinstance(what, str):
-        return resolve_target(what, **options)
+        with fakes.values.building():
+            return resolve_target(what, **options)
     if options:
         raise UsageError(
             f"{', '.join(options)} can be given with a target's name only",
             hint="build the workload with them",
         )
     if not isinstance(what, Workload):
-        return what()
+        with fakes.values.building():
+            return what()
     if isinstance(next(what.model.parameters()), FakeTensor):
         return what
     if what.device.type == "meta":
@@ -72,7 +78,7 @@ def fake_workload(what: What, mode: FakeTensorMode, options: Mapping[str, Any]) 
             "the workload is on the meta device, which has no autocast and no CUDA operators",
             hint="give the function that builds it on the CPU: inside, that takes no memory",
         )
-    with FakeCopyMode(mode):
+    with FakeCopyMode(fakes.mode):
         model, optimizer, batch = copy.deepcopy((what.model, what.optimizer, what.batch))
     return Workload(model, what.loss_fn, optimizer, batch, name=what.name)
 
@@ -103,27 +109,3 @@ def refused_without_data(workload: Workload) -> Iterator[None]:
             "gives has a shape that depends on the data",
             hint="measure it instead: memfit profile TARGET",
         ) from error
-
-
-class _AnsweredReads(TorchDispatchMode):
-    """Answers what code reads from a fake tensor as if there were nothing unusual in it.
-
-    A number is 1, `all` holds, any other condition does not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._holds: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype
-            if dtype is torch.bool:
-                return args[0] in self._holds
-            return 1.0 if dtype.is_floating_point else 1
-        result = func(*args, **(kwargs or {}))
-        if func._overloadpacket is aten.all:
-            self._holds[result] = True
-        return result
