@@ -249,10 +249,12 @@ class Comparison:
         """Plans of recompute at the peers' own peaks, in live bytes as these are counted."""
         live = replace(profile, allocator=None)
         assert profile.baseline is not None
+        # What the peers left in this process, such as workspaces, is in their peaks as well.
+        more = max(rows[UNPLANNED]["peak_bytes"] - profile.baseline.peak_bytes, 0)
         found: dict[str, System] = {}
         for peer, peak in lowest_peaks(rows, profile.baseline.peak_bytes, seconds).items():
             say(f"  {self.name}: planning at the peak of {peer}")
-            goal = Goal(budget_bytes=peak)
+            goal = Goal(budget_bytes=peak - more)
             try:
                 plan = make_plan(live, goal)
                 for _ in range(LESSONS):

@@ -147,9 +147,13 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
     """Execute a plan in the user's own loop: `with memfit.apply(plan, model): ...`.
 
     Backward and the optimizer stay the user's; leaving the block restores the model. A plan that
-    keeps optimizer state on the host needs the optimizer.
+    keeps optimizer state on the host needs the optimizer. On CUDA the allocator is set as `fit`
+    sets it, unless the environment says otherwise.
     """
     check_plan(plan, model)
+    for parameter in model.parameters():
+        prefer_expandable_segments(parameter.device)  # the allocator that the plan was made for
+        break
     if plan.split > 1:
         raise UsageError(
             f"the plan runs a batch in {plan.split} parts, and here the loop gives whole ones",
@@ -260,9 +264,24 @@ def fit_workload(
         if plan is None and budget is not None:
             asked = replace(goal, budget_bytes=resolve_budget(budget, base))
         measure = _measuring(workload, base, segments, progress)
-        whole = whole_step(workload, base, asked, plan, measure)
-        part = part_of(workload, whole.split)
-        return whole, hold_budget(part, whole.profile, asked, plan, whole.setup, say)
+
+        def held_by(whole: Whole) -> tuple[Whole, Held]:
+            part = part_of(workload, whole.split)
+            return whole, hold_budget(part, whole.profile, asked, plan, whole.setup, say)
+
+        first = whole_step(workload, base, asked, plan, measure)
+        try:
+            return held_by(first)
+        except InfeasibleError as refusal:
+            if refusal.missed_bytes is None or all(choice.taken for choice in first.choices):
+                raise
+            # What seemed to fit does not: techniques that were not needed for it may be now.
+            left = replace(asked, margin_bytes=refusal.missed_bytes)
+            second = whole_step(workload, base, left, plan, measure)
+            if (second.techniques, second.split) == (first.techniques, first.split):
+                raise
+            say(f"planning for less: {', '.join(second.techniques) or f'{second.split} parts'}")
+            return held_by(second)
 
     try:
         whole, held = held_from(base)
@@ -318,10 +337,17 @@ def fit_workload(
 def _measuring(
     workload: Workload, base: Profile, segments: Sequence[str] | None, progress: Progress | None
 ) -> Measure:
-    """Profiles the workload as `base` was, with a set-up at work, or the batch in parts."""
+    """Profiles the workload as `base` was, with a set-up at work, or the batch in parts: once."""
     say = progress or (lambda text: None)
+    known: dict[tuple[tuple[str, ...], int], Profile] = {}
 
     def measure(setup: Setup | None, split: int) -> Profile:
+        key = () if setup is None else tuple(setup.techniques), split
+        if key not in known:
+            known[key] = measured(setup, split)
+        return known[key]
+
+    def measured(setup: Setup | None, split: int) -> Profile:
         say(f"trying {setup.techniques[-1] if setup and split == 1 else f'{split} parts'}")
         found = profile(
             part_of(workload, split),

@@ -39,11 +39,13 @@ class InfeasibleError(MemfitError):
     """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet.
 
     `incompressible_bytes` splits it: fixed, and on top of that in forward and in backward.
-    `learned` is the profile with all that was run before the answer was no, if anything was.
+    `learned` is the profile with all that was run before the answer was no, if anything was;
+    `missed_bytes` by how much more than it was to take the last plan took that ran.
     """
 
     exit_code = 1
     learned: Any = None
+    missed_bytes: int | None = None
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class InfeasibleError(MemfitError):
             incompressible_bytes=self.incompressible_bytes,
             hint=self.hint,
         )
-        same.learned = self.learned
+        same.learned, same.missed_bytes = self.learned, self.missed_bytes
         return same
 
 

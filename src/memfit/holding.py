@@ -58,6 +58,7 @@ def hold_budget(
             refusal.learned = refusal.learned or profile
             if not notes:
                 raise
+            refusal.missed_bytes = goal.margin_bytes
             # The minimum it names has in it by how much the last plan was wrong about itself.
             more = f". What ran before did not hold: {'; '.join(notes)}"
             raise refusal.saying(more) from refusal
@@ -85,7 +86,7 @@ def hold_budget(
         minimum_bytes=min(needed),
         hint=f"try --budget {min(needed)}",
     )
-    missed.learned = profile
+    missed.learned, missed.missed_bytes = profile, goal.margin_bytes
     raise missed
 
 

@@ -41,6 +41,11 @@ class Whole:
     split: int = 1  # parts that the batch is run in
     choices: tuple[TechniqueChoice, ...] = ()
 
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """Those of the loss and the optimizer that are at work."""
+        return () if self.setup is None else tuple(self.setup.techniques)
+
 
 @dataclass(frozen=True)
 class _Tried:

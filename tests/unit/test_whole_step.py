@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 from torch import nn
 
 import memfit
-from memfit import proof
+from memfit import holding, proof
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.measure.step import run_step, untouched
+from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
+from memfit.verify.budget import BudgetCheck
 from memfit.workload import Workload
 
 SLOW = pytest.mark.slow
@@ -193,6 +196,35 @@ def test_the_loss_in_tiles_where_logits_are_the_peak(tmp_path: Path) -> None:
     with memfit.apply(again, workload.model):
         assert isinstance(workload.model(**workload.batch).logits, Logits)
     assert type(workload.model(**workload.batch).logits) is torch.Tensor
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_what_was_not_needed_is_tried_where_a_plan_without_it_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, helps: bool
+) -> None:
+    workload = gpt2()
+    real = holding.check_budget
+    tried: list[str] = []
+
+    def check(part: Workload, planned: Applied, budget: int, **options: Any) -> BudgetCheck:
+        found = real(part, planned, budget, **options)
+        if helps and "tiled_loss" in planned.plan.setup:
+            return found
+        return BudgetCheck(found.peak, budget // 2)  # as if something else took half of it
+
+    monkeypatch.setattr(holding, "check_budget", check)
+    how = {"executor": "graph", "steps": 1, "progress": tried.append}
+    if not helps:
+        with pytest.raises(InfeasibleError, match="did not hold"):
+            fit_workload(workload, "99%", allow="+tiled_loss", **how)
+        assert tried.count("trying tiled_loss") == 1, "profiled twice"
+        return
+    with fit_workload(workload, "99%", allow="+tiled_loss", **how) as fitted:
+        assert fitted.plan.setup == ("tiled_loss",)
+        (choice,) = fitted.plan.choices
+        assert choice.taken
+        assert fitted.result.measured.peak_bytes <= fitted.result.budget_bytes
+    assert "planning for less: tiled_loss" in tried
 
 
 @pytest.mark.parametrize("executor", ["module", "graph", pytest.param("inductor", marks=SLOW)])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit import api
 from memfit.capture.profile import profile_workload
 from memfit.errors import PlanFileError
 from memfit.ir.plan import Plan
@@ -50,6 +51,18 @@ def test_apply_as_a_context_manager_restores_everything(
     assert {n: sorted(d) for n, d in after.items()} == {n: sorted(d) for n, d in before.items()}
     assert all(block.relu.inplace for block in model.blocks)
     assert_same(actual, run_numbers(plain, 2))
+
+
+def test_apply_has_the_allocator_that_the_plan_was_made_for(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = zoo.workload(zoo.Stack)
+    plan = _plan(workload)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(api, "prefer_expandable_segments", asked.append)
+    with memfit.apply(plan, workload.model):
+        pass
+    assert asked == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
