@@ -63,12 +63,20 @@ def build_timm(name: str, options: Options) -> Workload:
         classes = getattr(model, "num_classes", arguments.get("num_classes", _CLASSES))
         return (arguments.get("in_chans", channels), *_height_width(target, size)), classes
 
-    return _build(
-        target,
-        options,
-        lambda: timm.create_model(name, pretrained=False, **arguments),
-        describe_batch,
-    )
+    def create() -> nn.Module:
+        model: nn.Module = timm.create_model(name, pretrained=False, **arguments)
+        if getattr(model, "num_classes", None) != 0:
+            return model
+        if "num_classes" in arguments:
+            raise UsageError(
+                f"{target} without classes has nothing to be trained on here",
+                hint=f"leave num_classes out for {_CLASSES}, or train it by file.py:function",
+            )
+        # It gives features when nothing is said, to be used without a classifier.
+        model = timm.create_model(name, pretrained=False, num_classes=_CLASSES, **arguments)
+        return model
+
+    return _build(target, options, create, describe_batch)
 
 
 def _build(

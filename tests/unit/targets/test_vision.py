@@ -61,13 +61,15 @@ def timm(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         calls.append((name, dict(arguments)))
         assert arguments.pop("pretrained") is False
         arguments.pop("img_size", None)
+        if name == "features":
+            arguments.setdefault("num_classes", 0)
         model = Classifier(**arguments, auxiliary=lambda logits, aux: (logits, aux))
         model.pretrained_cfg = {"input_size": (3, 96, 96)}
         return model
 
     package = ModuleType("timm")
     package.create_model = create_model
-    package.list_models = lambda: ["resnet18", "vit_tiny_patch16_224"]
+    package.list_models = lambda: ["features", "resnet18", "vit_tiny_patch16_224"]
     package.is_model = lambda name: name.split(".")[0] in package.list_models()
     monkeypatch.setitem(sys.modules, "timm", package)
     return calls
@@ -120,6 +122,17 @@ def test_timm_image_size_and_channels_can_be_overridden(timm: list) -> None:
     overrides = {"img_size": "[32,64]", "in_chans": "1"}
     workload = check_trains("timm:vit_tiny_patch16_224", batch=2, overrides=overrides)
     assert workload.batch[0].shape == (2, 1, 32, 64)
+
+
+def test_timm_models_that_give_features_get_classes(timm: list) -> None:
+    workload = check_trains("timm:features")
+    assert int(workload.batch[1].max()) > 0
+    assert timm == [
+        ("features", {"pretrained": False}),
+        ("features", {"pretrained": False, "num_classes": 1000}),
+    ]
+    with pytest.raises(UsageError, match="without classes"):
+        resolve_target("timm:resnet18", overrides={"num_classes": "0"})
 
 
 @pytest.mark.parametrize("zoo", ["torchvision", "timm"])
