@@ -9,6 +9,7 @@ from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
+from memfit.measure.step import run_step, untouched
 from memfit.planning.lesson import untried
 from memfit.planning.make_plan import Goal, make_plan, page_bytes
 from memfit.runtime.apply import Applied
@@ -134,6 +135,12 @@ def _planned(
         except InfeasibleError as refusal:
             refusal.learned = profile
             raise
+    else:
+        # Some of its variants may be new: what compiling and choosing kernels takes for once is
+        # not to be had under a cap.
+        with untouched(workload), Applied(made, workload.model, setup) as planned:
+            run_step(workload)
+        planned.release()
     return profile, made
 
 

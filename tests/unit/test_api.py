@@ -20,6 +20,7 @@ import memfit
 from memfit import api, holding
 from memfit.errors import InfeasibleError, MemfitError, PlanFileError, UsageError
 from memfit.fitted import Fitted
+from memfit.ir.profile import Profile
 from memfit.measure.memory import Peak
 from memfit.verify.budget import BudgetCheck
 from memfit.workload import Workload
@@ -406,6 +407,28 @@ def test_over_the_budget_means_planning_again_with_a_margin(
     assert (len(peaks), result.rounds) == (2, 2)
     assert result.measured.peak_bytes == peaks[1] <= peaks[0] - 2000
     assert any(note.startswith("round 1: ") for note in result.notes)
+
+
+@pytest.mark.parametrize("lessons", [0, holding.MAX_LESSONS])
+def test_what_never_ran_is_compiled_before_the_cap_is_there(
+    zoo: SimpleNamespace, fit: Fit, monkeypatch: pytest.MonkeyPatch, lessons: int
+) -> None:
+    """After the last lesson a plan may have variants that are new."""
+    did: list[str] = []
+    run, check = holding.run_step, holding.check_budget
+    left = iter(range(lessons))
+
+    def learn(workload: Workload, profile: Profile, *args: Any) -> Profile | None:
+        return None if next(left, None) is None else profile
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: (did.append(name), work(*args, **options))[1]
+
+    monkeypatch.setattr(holding, "learn_from", learn)
+    monkeypatch.setattr(holding, "run_step", noted("ran", run))
+    monkeypatch.setattr(holding, "check_budget", noted("checked", check))
+    fit(zoo.workload(zoo.Stack, lambda: zoo.sequences(64)), "90%")
+    assert did == (["ran", "checked"] if lessons else ["checked"])
 
 
 def test_a_budget_that_never_holds_is_refused_after_three_rounds(

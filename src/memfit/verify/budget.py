@@ -82,13 +82,19 @@ def _free(workload: Workload, planned: Applied, steps: int, accumulate: int) -> 
     with untouched(workload), planned:
         if cuda:
             torch.cuda.empty_cache()
-        return _measure(workload, planned, steps if cuda else 1, accumulate)
+        return _measure(workload, planned, steps if cuda else 1, accumulate, anew=cuda)
 
 
-def _measure(workload: Workload, planned: Applied, steps: int, accumulate: int) -> Peak:
+def _measure(
+    workload: Workload, planned: Applied, steps: int, accumulate: int, *, anew: bool = False
+) -> Peak:
+    """The peak of some steps; `anew`: without what the allocator kept of the first ones."""
     run_first_steps(workload, 1)
     settle_optimizer_state(workload.optimizer, workload.device, values=False)
     run_step(workload)
+    if anew:
+        torch.cuda.synchronize(workload.device)
+        torch.cuda.empty_cache()
 
     def work() -> None:
         for _ in range(steps):
