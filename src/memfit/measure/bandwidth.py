@@ -23,6 +23,7 @@ DEVICE_BYTES = 256 * 2**20
 RATE_BYTES = 64 * 2**20  # for plans: the device may have little left
 SMALL_BYTES = 4096
 MOST_DRAG = 0.5
+COPIES = 2  # of each direction, one after the other, to measure what runs beside them
 
 
 @dataclass(frozen=True)
@@ -125,21 +126,20 @@ def _device_rates(device: torch.device) -> CopyRates:
         repeats = max(1, round(min(out_s, in_s) / alone_s))
         lanes = tuple(torch.cuda.Stream() for _ in range(2))
 
-        def beside() -> None:
-            current = torch.cuda.current_stream()
+        def copy() -> None:
+            """Begin copies both ways that last longer than the work."""
             for lane, into, source in zip(lanes, (sent, other), (here, got), strict=True):
-                lane.wait_stream(current)
                 with torch.cuda.stream(lane):
-                    into.copy_(source, non_blocking=True)
+                    for _ in range(COPIES):
+                        into.copy_(source, non_blocking=True)
 
-        def work(copying: bool) -> None:
-            if copying:
-                beside()
+        def work() -> None:
             for _ in range(repeats):
                 torch.add(source, 1, out=result)
 
-        work_s = _median_seconds(lambda: work(False), REPEATS)
-        both_s = _median_seconds(lambda: work(True), REPEATS)
+        work_s = _median_seconds(work, REPEATS)
+        # The host takes a while to begin them, which is none of the work's time.
+        both_s = _median_seconds(work, REPEATS, before=copy)
         torch.cuda.synchronize()
     drag = (both_s - work_s) / work_s / 2
     return CopyRates(
@@ -147,12 +147,17 @@ def _device_rates(device: torch.device) -> CopyRates:
     )
 
 
-def _median_seconds(work: Callable[[], object], repeats: int) -> float:
+def _median_seconds(
+    work: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    """Seconds of the work by the device's clock, with what was begun `before` it under way."""
     work()
-    torch.cuda.synchronize()
     seconds = []
     for _ in range(repeats):
+        torch.cuda.synchronize()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if before is not None:
+            before()
         start.record()
         work()
         stop.record()

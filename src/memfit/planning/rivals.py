@@ -21,10 +21,11 @@ from memfit.planning.strategies import INTERRUPTED, choose_optimal
 
 STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
 # Shares of the time limit; to recompute alone matters most.
-RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 3.0
+RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 2.0
 IMPROVING_S = 2.0
 OVERRUN = 2.0  # times the limit: then it is not solved again
 AS_FAST = 1e-3  # less of the step's time does not matter
+FAR = 0.02  # above what is proven: then both together are asked again and again
 
 # The choice of a strategy for a simulator, in a share of the time limit.
 Choose = Callable[[Simulator, str, float], Choice | None]
@@ -44,10 +45,13 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     for rival in _rivals(simulator, choose):
         if _keeps(simulator, rival, request):
             holding.append(replace(rival, lower_bound_s=bound_s))
-    if together and holding and _best(simulator, holding).trim:
-        # What moves may do without giving pages back in every step, which costs more than to plan.
-        tighter = _tighter(simulator, request, together[0])
-        holding += [] if tighter is None else [tighter]
+    solved = together and all(choice.note != INTERRUPTED for choice in together)
+    if solved and holding and together[-1] not in holding:
+        far_s = (1 + FAR) * (simulator.profile.step_s + bound_s)
+        if seconds(simulator, _best(simulator, holding)) > far_s:
+            holding += _tighter(simulator, request, together[0])
+        if _best(simulator, holding).trim:  # as it pays: then for both together, too
+            holding += _tighter(simulator, request, replace(together[0], trim=True))
     proven_s = (1 + AS_FAST) * (simulator.profile.step_s + bound_s)
     if not any(seconds(simulator, choice) <= proven_s for choice in holding):
         # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
@@ -114,8 +118,11 @@ def _together(simulator: Simulator, request: Request) -> list[Choice]:
     return [first, replace(second, lower_bound_s=first.lower_bound_s)]
 
 
-def _tighter(simulator: Simulator, request: Request, first: Choice) -> Choice | None:
-    """What the program of both finds for less and less, until that holds where it is placed."""
+def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choice]:
+    """What the program of both finds for less and less, until that holds where it is placed.
+
+    Recomputing alone may have to give pages back in every step where moving does not.
+    """
 
     def ask(request: Request) -> list[Choice]:
         found = choose_optimal(simulator, request)
@@ -123,8 +130,7 @@ def _tighter(simulator: Simulator, request: Request, first: Choice) -> Choice | 
 
     longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
     known = tightened(simulator, ask, longer, [first])
-    keeping = [choice for choice in known if _keeps(simulator, choice, request)]
-    return _best(simulator, keeping) if keeping else None
+    return [choice for choice in known if _keeps(simulator, choice, request)]
 
 
 def _rivals(simulator: Simulator, choose: Choose) -> Iterator[Choice]:

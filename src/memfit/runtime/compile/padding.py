@@ -45,14 +45,16 @@ def decided_once() -> Iterator[None]:
 
 
 def _remembering(ask: Callable[..., Any]) -> Callable[..., Any]:
-    def should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, *more: Any) -> Any:
+    def should_pad(
+        match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, *more: Any, **options: Any
+    ) -> Any:
         sizes = (*mat1.shape, *mat2.shape)
         if not all(isinstance(size, int) for size in sizes):
-            return ask(match, mat1, mat2, op, *more)
+            return ask(match, mat1, mat2, op, *more, **options)
         key = f"{op} {tuple(mat1.shape)} {tuple(mat2.shape)} {mat1.dtype}"
         if key in _decided:
             return _decided[key]
-        found = ask(match, mat1, mat2, op, *more)
+        found = ask(match, mat1, mat2, op, *more, **options)
         if isinstance(found, bool):  # a newer release may say more than yes or no
             _decided[key] = found
         return found

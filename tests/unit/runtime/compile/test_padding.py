@@ -64,9 +64,10 @@ def _structure(layer: nn.Module, x: torch.Tensor) -> str:
     return structure_of(segments.last_key)
 
 
-def test_the_next_process_runs_the_same_operators(answer: Answer) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_next_process_runs_the_same_operators(answer: Answer, bias: bool) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(16, 13, bias=False), torch.randn(8, 16, requires_grad=True)
+    layer, x = nn.Linear(16, 13, bias=bias), torch.randn(8, 16, requires_grad=True)
     asked = answer(True)
     padded = _structure(layer, x)
     assert asked and len(asked) == len(set(asked)), "asked twice"
