@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +99,13 @@ def parse_arguments(runs: dict[str, Run], words: list[str] | None = None) -> arg
     parser.add_argument(
         "--at-once", type=int, default=1, metavar="N", help="so many side by side, timed in turns"
     )
+    parser.add_argument(
+        "--before",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="with --at-once: to compile and test before anything is timed, for so long at most",
+    )
     parser.add_argument("--folder", type=Path, default=HERE.parent / "out", help="for results")
     parser.add_argument("--list", action="store_true", help="only say what would run")
     parser.add_argument("--tiny", action="store_true", help="models of a few layers, to try it out")
@@ -132,6 +139,7 @@ def _side_by_side(
         ThreadPoolExecutor(arguments.at_once) as lanes,
     ):
         untimed = aside.submit(_untimed, rest, arguments, end)
+        wait([untimed], timeout=arguments.before)
         well = list(lanes.map(lambda run: _ran(run, arguments, begun, end), rest))
         untimed.result()
     return failed + [run.name for run, ended in zip(rest, well, strict=True) if not ended]

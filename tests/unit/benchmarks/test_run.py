@@ -106,6 +106,11 @@ def test_side_by_side_each_has_a_cache_and_what_compiles_alone_goes_first(starte
     }
 
 
+def test_side_by_side_compiling_may_have_a_start(started: Main) -> None:
+    commands = started("first", "--at-once", "2", "--ahead", "1", "--before", "60")
+    assert [command[0] for command in commands] == [*["ahead.py"] * 4, "inside.py"]
+
+
 def test_a_failure_and_what_is_left_are_said(started: Main) -> None:
     with pytest.raises(SystemExit, match="not whole: second "):
         started("second", code=1)
