@@ -17,7 +17,7 @@ from comparing.comparison import MATCH, UNPLANNED
 
 from memfit.bench.report.charts import Point, memory_and_time
 
-SLOWEST = 1.6  # times the fastest step: what takes longer would press the rest together
+SLOWEST = 2.5  # times the fastest step: what takes longer would press the rest together
 
 
 def points_of(systems: dict[str, dict[str, Any]]) -> list[Point]:

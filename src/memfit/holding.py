@@ -9,13 +9,12 @@ from memfit.capture.learn import learn_variants
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
-from memfit.measure.step import run_step, untouched
 from memfit.planning.lesson import untried
 from memfit.planning.make_plan import Goal, make_plan, page_bytes
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.units import format_bytes
-from memfit.verify.budget import BudgetCheck, check_budget
+from memfit.verify.budget import BudgetCheck, check_budget, run_once
 from memfit.workload import Workload
 
 MAX_ROUNDS = 3
@@ -138,9 +137,7 @@ def _planned(
     else:
         # Some of its variants may be new: what compiling and choosing kernels takes for once is
         # not to be had under a cap.
-        with untouched(workload), Applied(made, workload.model, setup) as planned:
-            run_step(workload)
-        planned.release()
+        run_once(workload, Applied(made, workload.model, setup))
     return profile, made
 
 

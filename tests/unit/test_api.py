@@ -415,7 +415,7 @@ def test_what_never_ran_is_compiled_before_the_cap_is_there(
 ) -> None:
     """After the last lesson a plan may have variants that are new."""
     did: list[str] = []
-    run, check = holding.run_step, holding.check_budget
+    run, check = holding.run_once, holding.check_budget
     left = iter(range(lessons))
 
     def learn(workload: Workload, profile: Profile, *args: Any) -> Profile | None:
@@ -425,7 +425,7 @@ def test_what_never_ran_is_compiled_before_the_cap_is_there(
         return lambda *args, **options: (did.append(name), work(*args, **options))[1]
 
     monkeypatch.setattr(holding, "learn_from", learn)
-    monkeypatch.setattr(holding, "run_step", noted("ran", run))
+    monkeypatch.setattr(holding, "run_once", noted("ran", run))
     monkeypatch.setattr(holding, "check_budget", noted("checked", check))
     fit(zoo.workload(zoo.Stack, lambda: zoo.sequences(64)), "90%")
     assert did == (["ran", "checked"] if lessons else ["checked"])

@@ -47,6 +47,13 @@ def check_budget(
         planned.release()
 
 
+def run_once(workload: Workload, planned: Applied) -> None:
+    """Run a step under the plan, which compiles what it has to, and take it back."""
+    with untouched(workload), planned:
+        run_step(workload)
+    planned.release()
+
+
 def _check(
     workload: Workload, planned: Applied, budget_bytes: int | None, steps: int, accumulate: int
 ) -> BudgetCheck:

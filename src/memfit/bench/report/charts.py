@@ -18,6 +18,14 @@ SIZE = (7.0, 4.2)
 # The same text for the same report, and text that stays text.
 _STYLE: Any = {"svg.hashsalt": "memfit", "svg.fonttype": "none", "text.parse_math": False}
 _MARKS = "osv^<>DPX*hd"
+_POINT = 5.0  # pixels around a point that no name stands on
+# Where a name may stand, in points from its own: those that are tried first come first.
+_BESIDE = tuple(
+    (across, up, "left" if across > 0 else "right")
+    for up in (5, -5, 13, -13, 21, -21)
+    for across in (7, -7)
+)
+_BELOW = tuple((across, up, "center") for up in (-13, 13, -22, 22) for across in (0, -12, 12))
 
 
 def check_charts() -> None:
@@ -75,17 +83,44 @@ def memory_and_time(
 ) -> str:
     """Points with their names, red stars for memfit, and a line; `time` says what is upwards."""
     with _figure(f"{title}: memory against time") as (axes, done):
+        labels = []
         for number, (label, x, y, own) in enumerate(points):
             color = "tab:red" if own else f"C{number % 10}" if number % 10 != 3 else "tab:gray"
             axes.scatter([x], [y], marker="*" if own else "o", s=90 if own else 35, color=color)
-            beside = (0, -12) if own else (5, 4 if number % 2 else -8)  # neighbours part
-            place = {"xytext": beside, "textcoords": "offset points", "fontsize": 7}
-            axes.annotate(label, (x, y), ha="center" if own else "left", **place)
+            beside = {"xytext": (0, 0), "textcoords": "offset points", "fontsize": 7}
+            if label:
+                labels.append((axes.annotate(label, (x, y), va="center", **beside), own))
         axes.plot([x for x, _ in line], [y for _, y in line], color="0.6", lw=1, zorder=0)
         axes.margins(x=0.15, y=0.1)  # names of systems stand beside their points
         axes.set_xlabel("peak of the step, MB (2^20 bytes)")
         axes.set_ylabel(time)
+        _part(axes, labels, points)
     return done[0]
+
+
+def _part(axes: Any, labels: Sequence[tuple[Any, bool]], points: Sequence[Point]) -> None:
+    """Put names where they are on no other and on no point: those of systems beside their points,
+    memfit's below. A name of memfit's that has no room is left out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    canvas = FigureCanvasAgg(axes.figure)
+    canvas.draw()  # places everything
+    places = axes.transData.transform([(point.peak_mb, point.time) for point in points])
+    taken = [Bbox.from_bounds(x - _POINT, y - _POINT, 2 * _POINT, 2 * _POINT) for x, y in places]
+    for label, own in sorted(labels, key=lambda found: found[1]):
+        for across, up, side in _BELOW if own else _BESIDE:
+            label.set(position=(across, up), horizontalalignment=side)
+            box = label.get_window_extent(canvas.get_renderer())
+            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and axes.bbox.y0 < box.y0
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+        else:
+            across, up, side = _BESIDE[0]
+            label.set(position=(across, up), horizontalalignment=side, visible=not own)
+            if own:
+                continue
+        taken.append(box)
 
 
 def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec], what: str) -> str:
