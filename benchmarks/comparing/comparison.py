@@ -20,11 +20,11 @@ from memfit.errors import InfeasibleError
 from memfit.fitted import Fitted
 from memfit.holding import learn_from
 from memfit.ir.profile import Profile
-from memfit.measure.cuda_allocator import prefer_expandable_segments
-from memfit.measure.step import run_step, untouched
+from memfit.measure.step import untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
+from memfit.verify.budget import run_once
 from memfit.whole_step import setup_of, tile_for
 from memfit.workload import Workload
 
@@ -199,12 +199,10 @@ class Comparison:
             return
         self._warm.add(kind)
         assert profile is not None
-        prefer_expandable_segments(self.workload.device)  # as when it was profiled
         warm_up(self.workload, profile, setup)
         for plan in self.kept.plans.values():
             if set(plan.setup) == set(() if setup is None else setup.techniques):
-                with untouched(self.workload), Applied(plan, self.workload.model, setup):
-                    run_step(self.workload)
+                run_once(self.workload, Applied(plan, self.workload.model, setup))
 
     def _keep(self, **changed: Any) -> None:
         self.kept = replace(self.kept, **changed)

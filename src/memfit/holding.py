@@ -135,8 +135,7 @@ def _planned(
             refusal.learned = profile
             raise
     else:
-        # Some of its variants may be new: what compiling and choosing kernels takes for once is
-        # not to be had under a cap.
+        # Some of its variants may be new.
         run_once(workload, Applied(made, workload.model, setup))
     return profile, made
 

@@ -22,7 +22,8 @@ from memfit.errors import InfeasibleError, MemfitError, PlanFileError, UsageErro
 from memfit.fitted import Fitted
 from memfit.ir.profile import Profile
 from memfit.measure.memory import Peak
-from memfit.verify.budget import BudgetCheck
+from memfit.runtime.apply import Applied
+from memfit.verify.budget import BudgetCheck, run_once
 from memfit.workload import Workload
 
 Fit = Callable[..., Fitted]
@@ -429,6 +430,18 @@ def test_what_never_ran_is_compiled_before_the_cap_is_there(
     monkeypatch.setattr(holding, "check_budget", noted("checked", check))
     fit(zoo.workload(zoo.Stack, lambda: zoo.sequences(64)), "90%")
     assert did == (["ran", "checked"] if lessons else ["checked"])
+
+
+def test_a_first_run_that_does_not_fit_is_left_to_the_check(zoo: SimpleNamespace) -> None:
+    workload = zoo.workload(zoo.Stack)
+    plan = memfit.plan(memfit.profile(workload), strategy="none")
+
+    def no_room(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run_once(replace(workload, loss_fn=no_room), Applied(plan, workload.model))
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+    assert all(p.grad is None for p in workload.model.parameters())
 
 
 def test_a_budget_that_never_holds_is_refused_after_three_rounds(

@@ -9,7 +9,13 @@ import torch
 from memfit.ir.profile import LARGE_PAGE
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
-from memfit.measure.step import drop_gradients, run_first_steps, run_step, untouched
+from memfit.measure.step import (
+    drop_gradients,
+    is_out_of_memory,
+    run_first_steps,
+    run_step,
+    untouched,
+)
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
 
@@ -48,10 +54,21 @@ def check_budget(
 
 
 def run_once(workload: Workload, planned: Applied) -> None:
-    """Run a step under the plan, which compiles what it has to, and take it back."""
-    with untouched(workload), planned:
-        run_step(workload)
-    planned.release()
+    """Run a step under the plan, and take it back: what is compiled or set up is there then.
+
+    Else it would first be so under a cap, where it may take what is missing. A step that does not
+    fit on the device is none.
+    """
+    try:
+        with untouched(workload), planned:
+            try:
+                run_first_steps(workload, 1)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                drop_gradients(workload)
+    finally:
+        planned.release()
 
 
 def _check(

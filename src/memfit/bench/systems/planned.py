@@ -13,19 +13,17 @@ from memfit.fitted import Fitted
 from memfit.ir.bench import Planned
 from memfit.ir.plan import KEEP
 from memfit.ir.profile import Profile
+from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.kept_copies import reused
 from memfit.measure.step import (
-    drop_gradients,
-    is_out_of_memory,
-    run_first_steps,
     run_step,
-    untouched,
 )
 from memfit.measure.timing import Inside
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.report.fit import numbers_agree
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
+from memfit.verify.budget import run_once
 from memfit.workload import Workload
 
 
@@ -75,18 +73,10 @@ def fit_options(family: str, argument: str) -> dict[str, Any]:
 
 
 def warm_up(workload: Workload, profile: Profile, setup: Setup | None = None) -> None:
-    """Run the unplanned step, as making a profile does: what is compiled or set up is there then.
-
-    Else it would first be so under the cap of the budget, where it may take what is missing.
-    """
+    """Set the allocator and run the unplanned step, as making the profile here would have."""
+    prefer_expandable_segments(workload.device)
     kept = make_plan(profile, Goal(strategy="none")).unplanned()
-    with untouched(workload), Applied(kept, workload.model, setup):
-        try:
-            run_first_steps(workload, 1)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            drop_gradients(workload)
+    run_once(workload, Applied(kept, workload.model, setup))
 
 
 def planned_facts(
