@@ -194,7 +194,8 @@ def test_resnets_train_with_the_same_gradients_and_statistics(
     known = None if small else profile_of(kind)
     with memfit.fit_workload(planned, "65%", steps=1, executor=executor, profiled=known) as fitted:
         decisions = {s.decision for s in fitted.plan.segments}
-        assert ("partial" if executor == "graph" else "recompute") in decisions
+        # Which of the two is quicker for segments of microseconds is for the clock to say.
+        assert decisions & {"partial", "recompute"}
         for _ in range(3):
             assert torch.equal(fitted.step(planned.batch), run_step(plain))
         expected, actual = _gradients(plain), _gradients(planned)
