@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from memfit.attempts import hold_whole_step, plan_whole_step
 from memfit.capture.profile import profile_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.fitted import Fitted
-from memfit.holding import Held, hold_budget
+from memfit.holding import Held
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.cuda_allocator import prefer_expandable_segments
@@ -24,6 +25,7 @@ from memfit.planning.techniques import (
     STEP,
     check_device,
     forced_techniques,
+    last_resort,
     techniques_for,
 )
 from memfit.proof import prove
@@ -33,7 +35,7 @@ from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import parse_bytes
-from memfit.whole_step import Measure, Whole, beside, whole_step
+from memfit.whole_step import Measure, Whole, beside
 from memfit.workload import LossFn, Workload
 
 Progress = Callable[[str], None]
@@ -106,7 +108,8 @@ def plan(
 
     Techniques of the loss and the optimizer need the Workload, of which `profiled` may be given.
 
-    `activation_reduction=0.40` asks for 40 % less activation memory instead of a budget.
+    Without `allow` it recomputes, and where that cannot hold the budget all other exact techniques
+    are tried. `activation_reduction=0.40` asks for 40 % less activation memory instead of a budget.
     InfeasibleError names the smallest possible budget and what stands in the way.
     """
     if budget is not None:
@@ -139,8 +142,7 @@ def plan(
             f"{', '.join(tried)}: tried by running the step, and here is only its profile",
             hint="give memfit.plan the Workload, or leave them out",
         )
-    whole = whole_step(what, base, goal, None, _measuring(what, base, segments, progress))
-    return beside(base, make_plan(whole.profile, goal), whole.choices)
+    return plan_whole_step(what, base, goal, _measuring(what, base, segments, progress))
 
 
 def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
@@ -162,7 +164,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
     if "step_in_backward" in plan.setup:
         raise UsageError(
             "the plan steps the optimizer in backward, and here backward is the loop's own",
-            hint="train by memfit.fit(...).step(batch), or plan without step_in_backward",
+            hint="train by memfit.fit(...).step(batch), or plan without step_in_backward, such as "
+            "by allow='recompute'",
         )
     modules = [segment.module for segment in plan.segments]
     setup = Setup(plan.setup, model, optimizer, modules, plan.tile_bytes) if plan.setup else None
@@ -259,37 +262,21 @@ def fit_workload(
             hint="profile this workload, or leave `profiled` out",
         )
 
-    def held_from(base: Profile) -> tuple[Whole, Held]:
+    def held_from(base: Profile, goal: Goal) -> tuple[Whole, Held]:
         asked = goal
         if plan is None and budget is not None:
             asked = replace(goal, budget_bytes=resolve_budget(budget, base))
         measure = _measuring(workload, base, segments, progress)
+        return hold_whole_step(workload, base, asked, plan, measure, say)
 
-        def held_by(whole: Whole) -> tuple[Whole, Held]:
-            part = part_of(workload, whole.split)
-            return whole, hold_budget(part, whole.profile, asked, plan, whole.setup, say)
-
-        first = whole_step(workload, base, asked, plan, measure)
-        try:
-            return held_by(first)
-        except InfeasibleError as refusal:
-            if refusal.missed_bytes is None or all(choice.taken for choice in first.choices):
-                raise
-            # What seemed to fit does not: techniques that were not needed for it may be now.
-            left = replace(asked, margin_bytes=refusal.missed_bytes)
-            second = whole_step(workload, base, left, plan, measure)
-            if (second.techniques, second.split) == (first.techniques, first.split):
-                raise
-            say(f"planning for less: {', '.join(second.techniques) or f'{second.split} parts'}")
-            return held_by(second)
-
+    # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
+    layers = executor in (None, "auto") and base.executor == "module"
+    graphs = base.cuda_graphs
+    otherwise = profiled is None and plan is None and (layers or graphs)
     try:
-        whole, held = held_from(base)
+        whole, held = held_from(base, replace(goal, last_resort=()) if otherwise else goal)
     except InfeasibleError:
-        # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
-        layers = executor in (None, "auto") and base.executor == "module"
-        graphs = base.cuda_graphs
-        if profiled is not None or plan is not None or not (layers or graphs):
+        if not otherwise:
             raise
         say("not by its layers: trying compiled segments" if layers else "not as CUDA graphs")
         base = profile(
@@ -300,7 +287,7 @@ def fit_workload(
             cuda_graphs=False,
             progress=progress,
         )
-        whole, held = held_from(base)
+        whole, held = held_from(base, goal)
     setup, part = whole.setup, part_of(workload, whole.split)
     measured, made = held.profile, held.plan
     made = beside(base, made, whole.choices) if plan is None else made
@@ -314,7 +301,7 @@ def fit_workload(
             made.budget_bytes,
             steps=1,
             strategy=goal.strategy,
-            allow=[t for t in goal.techniques if t != MICROBATCH],
+            allow=_without_parts(allow),
             host_budget=goal.host_bytes,
             max_slowdown=max_slowdown,
             interval=interval,
@@ -373,6 +360,15 @@ def resolve_executor(name: str | None, device: torch.device) -> str | None:
     return name
 
 
+def _without_parts(allow: str | Sequence[str] | None) -> str | Sequence[str] | None:
+    """The same techniques less microbatches, for a batch that is one already."""
+    if allow is None:
+        return None
+    names = [n.strip() for n in (allow.split(",") if isinstance(allow, str) else allow)]
+    left = [n for n in names if n.removeprefix("+") != MICROBATCH]
+    return None if names == [f"+{MICROBATCH}"] else left  # what is left of + adds to nothing
+
+
 def _goal(
     strategy: str,
     allow: str | Sequence[str] | None,
@@ -383,8 +379,9 @@ def _goal(
 ) -> Goal:
     """The goal with these limits and the techniques that a plan may use there."""
     techniques = techniques_for(strategy, allow, device_type)
+    more = last_resort(strategy, allow, device_type)
     host_bytes = None
-    if "offload" in techniques:
+    if "offload" in (*techniques, *more):
         host_bytes = default_host_budget() if host_budget is None else parse_bytes(host_budget)
     elif host_budget is not None:
         raise UsageError(
@@ -394,6 +391,7 @@ def _goal(
     return Goal(
         strategy=strategy if techniques else "none",
         techniques=techniques,
+        last_resort=more,
         host_bytes=host_bytes,
         force=forced_techniques(force, techniques),
         **limits,

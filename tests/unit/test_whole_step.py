@@ -70,14 +70,13 @@ def trained(workload: Workload, steps: int) -> list[torch.Tensor]:
         return [p.detach().clone() for p in workload.model.parameters()]
 
 
-def test_gradients_are_freed_in_backward_where_nothing_else_helps() -> None:
+@pytest.mark.parametrize("allow", ["+step_in_backward", None])
+def test_gradients_are_freed_in_backward_where_nothing_else_helps(allow: str | None) -> None:
     workload = wide()
     expected = trained(workload, 2)
     with pytest.raises(InfeasibleError):
-        fit_workload(workload, "85%", executor="module", steps=1)
-    with fit_workload(
-        workload, "85%", allow="+step_in_backward", executor="module", steps=1
-    ) as fitted:
+        fit_workload(workload, "85%", allow="recompute", executor="module", steps=1)
+    with fit_workload(workload, "85%", allow=allow, executor="module", steps=1) as fitted:
         result = fitted.result
         assert result.decisions.techniques == ("step_in_backward",)
         assert result.measured.peak_bytes <= result.budget_bytes
@@ -92,6 +91,24 @@ def test_gradients_are_freed_in_backward_where_nothing_else_helps() -> None:
         assert all(p.grad is None for p in workload.model.parameters())
     for parameter, value in zip(workload.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+
+
+def test_a_last_resort_is_for_budgets_that_it_may_hold() -> None:
+    workload, tried = wide(), []
+    plan = memfit.plan(workload, "85%", executor="module", progress=tried.append)
+    assert plan.setup == ("step_in_backward",) and "trying step_in_backward" in tried
+    with pytest.raises(UsageError, match="steps the optimizer in backward") as refused:
+        memfit.apply(plan, workload.model)
+    assert "allow='recompute'" in str(refused.value.hint)
+    for budget, options in (
+        ("20%", {}),
+        ("85%", {"strategy": "all"}),
+        ("85%", {"allow": "offload"}),
+    ):
+        tried.clear()
+        with pytest.raises(InfeasibleError):
+            memfit.plan(workload, budget, executor="module", progress=tried.append, **options)
+        assert not any(text.startswith("trying") for text in tried)
 
 
 def test_state_in_eight_bits_by_name_only() -> None:
@@ -216,10 +233,10 @@ def test_what_was_not_needed_is_tried_where_a_plan_without_it_does_not_hold(
     how = {"executor": "graph", "steps": 1, "progress": tried.append}
     if not helps:
         with pytest.raises(InfeasibleError, match="did not hold"):
-            fit_workload(workload, "99%", allow="+tiled_loss", **how)
+            fit_workload(workload, "99%", allow="recompute,tiled_loss", **how)
         assert tried.count("trying tiled_loss") == 1, "profiled twice"
         return
-    with fit_workload(workload, "99%", allow="+tiled_loss", **how) as fitted:
+    with fit_workload(workload, "99%", allow="recompute,tiled_loss", **how) as fitted:
         assert fitted.plan.setup == ("tiled_loss",)
         (choice,) = fitted.plan.choices
         assert choice.taken
@@ -249,7 +266,7 @@ def test_a_loss_outside_of_the_model_in_tiles(executor: str) -> None:
 def test_logits_that_do_not_go_to_cross_entropy() -> None:
     workload = replace(wide(), loss_fn=lambda model, batch: model(batch[0]).logsumexp(-1).sum())
     with pytest.raises(InfeasibleError) as refused:
-        fit_workload(workload, "85%", allow="+tiled_loss", executor="module")
+        fit_workload(workload, "85%", allow="recompute,tiled_loss", executor="module")
     assert "tiled_loss: not possible: the loss of the model" in refused.value.message
     assert "head '12' makes logits, and 'logsumexp' is done to them" in refused.value.message
 

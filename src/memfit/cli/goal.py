@@ -117,11 +117,12 @@ class GoalOptions:
 
     def techniques_on(self, device_type: str) -> tuple[str, ...]:
         """What plans may use there; UsageError for a host budget that nothing may use."""
-        from memfit.planning.techniques import AVAILABLE, techniques_for
+        from memfit.planning.techniques import AVAILABLE, last_resort, techniques_for
 
-        allow = self._techniques()
-        found = {t for name in self._strategies for t in techniques_for(name, allow, device_type)}
-        if self.host_budget is not None and "offload" not in found:
+        allow, names = self._techniques(), self._strategies
+        found = {t for name in names for t in techniques_for(name, allow, device_type)}
+        more = {t for name in names for t in last_resort(name, allow, device_type)}
+        if self.host_budget is not None and "offload" not in found | more:
             raise UsageError(
                 "--host-budget is given, but nothing may be moved to the host",
                 hint="allow it: --allow +offload",

@@ -46,6 +46,7 @@ class Goal:
     time_limit_s: float = 8.0
     min_tensor_bytes: int = 0  # smaller tensors are not worth recomputing or moving
     techniques: tuple[str, ...] = ("recompute",)
+    last_resort: tuple[str, ...] = ()  # to be used as well, where no plan holds the budget
     host_bytes: int | None = None  # at most so many may wait on the host; None: as it comes
     force: tuple[str, ...] = ()  # techniques to use although they change what is computed
 
@@ -53,6 +54,11 @@ class Goal:
     def counts(self) -> str:
         """A budget counts what the process holds, a reduction of activations live bytes."""
         return "live" if self.budget_bytes is None else "reserved"
+
+    def at_last(self) -> Goal:
+        """The same goal with its last resort allowed."""
+        every = tuple(dict.fromkeys((*self.techniques, *self.last_resort)))
+        return replace(self, techniques=every, last_resort=())
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

@@ -27,6 +27,11 @@ NEEDS = {
 # What a plan may use when nobody says. On a CPU the host is where the step itself is; on CUDA
 # offload has to be asked for until it was measured there.
 DEFAULTS = {"cpu": ("recompute",), "cuda": ("recompute",)}
+# What is tried as well when no plan holds the budget and nobody says: it changes no number.
+LAST_RESORT = {
+    "cpu": ("step_in_backward",),
+    "cuda": ("offload", "step_in_backward", "optimizer_offload"),
+}
 
 
 def techniques_for(
@@ -47,6 +52,17 @@ def techniques_for(
     return allowed
 
 
+def last_resort(
+    strategy: str, allow: str | Sequence[str] | None, device_type: str
+) -> tuple[str, ...]:
+    """The techniques to try when nothing else fits: none where somebody said what to use."""
+    names = _names(allow or ())
+    chosen = strategy != "optimal" or not all(n.startswith("+") for n in names)
+    if chosen or (allow is not None and not names):
+        return ()
+    return tuple(t for t in LAST_RESORT[device_type] if f"+{t}" not in names)
+
+
 def check_device(device_type: str) -> None:
     """Refuse a kind of device that no step runs on."""
     if device_type not in DEFAULTS:
@@ -63,7 +79,7 @@ def allowed_techniques(
     """Return the techniques in `allow`; names that begin with + add to the default ones."""
     if allow is None:
         return default
-    names = [n.strip() for n in allow.split(",")] if isinstance(allow, str) else list(allow)
+    names = _names(allow)
     for name in names:
         if name.removeprefix("+") not in AVAILABLE:
             raise UsageError(
@@ -73,6 +89,10 @@ def allowed_techniques(
     plain = [n for n in names if not n.startswith("+")]
     added = [n.removeprefix("+") for n in names if n.startswith("+")]
     return tuple(dict.fromkeys([*(plain or default), *added])) if names else ()
+
+
+def _names(allow: str | Sequence[str]) -> list[str]:
+    return [n.strip() for n in allow.split(",")] if isinstance(allow, str) else list(allow)
 
 
 def forced_techniques(force: Sequence[str], allowed: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,12 @@ from memfit.planning.budget import check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan, minimum_feasible
 from memfit.planning.refusal import blocking_tensors
 from memfit.planning.simulate import Simulator
-from memfit.planning.techniques import AVAILABLE, allowed_techniques, techniques_for
+from memfit.planning.techniques import (
+    AVAILABLE,
+    allowed_techniques,
+    last_resort,
+    techniques_for,
+)
 
 Chain = Callable[..., Profile]
 Profiles = Callable[..., st.SearchStrategy[Profile]]
@@ -227,6 +232,12 @@ def test_techniques() -> None:
     assert techniques_for("optimal", None, "cuda") == ("recompute",)
     assert techniques_for("optimal", None, "cpu") == ("recompute",)
     assert techniques_for("optimal", "+offload", "cpu") == ("recompute", "offload")
+    every = ("offload", "step_in_backward", "optimizer_offload")
+    assert last_resort("optimal", None, "cuda") == every
+    assert last_resort("optimal", "+offload, +tiled_loss", "cuda") == every[1:]
+    assert last_resort("optimal", None, "cpu") == ("step_in_backward",)
+    for strategy, allow in (("optimal", "recompute"), ("optimal", []), ("ratio", None)):
+        assert last_resort(strategy, allow, "cuda") == ()
     assert techniques_for("swap", None, "cpu") == ("recompute", "offload")
     assert techniques_for("all", [], "cuda") == ()
     with pytest.raises(UsageError, match="strategy 'swap' is made of offload"):
