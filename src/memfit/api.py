@@ -34,7 +34,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
-from memfit.units import parse_bytes
+from memfit.units import format_bytes, parse_bytes
 from memfit.whole_step import Measure, Whole, beside
 from memfit.workload import LossFn, Workload
 
@@ -168,7 +168,10 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
             "by allow='recompute'",
         )
     modules = [segment.module for segment in plan.segments]
-    setup = Setup(plan.setup, model, optimizer, modules, plan.tile_bytes) if plan.setup else None
+    setup = None
+    if plan.setup:
+        sizes = plan.tile_bytes, plan.state_kept_bytes
+        setup = Setup(plan.setup, model, optimizer, modules, *sizes)
     return Applied(plan, model, setup)
 
 
@@ -326,16 +329,20 @@ def _measuring(
 ) -> Measure:
     """Profiles the workload as `base` was, with a set-up at work, or the batch in parts: once."""
     say = progress or (lambda text: None)
-    known: dict[tuple[tuple[str, ...], int], Profile] = {}
+    known: dict[tuple[Any, int], Profile] = {}
 
     def measure(setup: Setup | None, split: int) -> Profile:
-        key = () if setup is None else tuple(setup.techniques), split
+        key = (() if setup is None else setup.what), split
         if key not in known:
             known[key] = measured(setup, split)
         return known[key]
 
     def measured(setup: Setup | None, split: int) -> Profile:
-        say(f"trying {setup.techniques[-1] if setup and split == 1 else f'{split} parts'}")
+        what = f"{split} parts"
+        if setup is not None and split == 1:
+            kept = format_bytes(setup.state_kept_bytes) if setup.state_kept_bytes else ""
+            what = f"{setup.techniques[-1]}{kept and f', {kept} of the state kept'}"
+        say(f"trying {what}")
         found = profile(
             part_of(workload, split),
             segments=segments,

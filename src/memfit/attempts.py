@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from memfit.errors import InfeasibleError
 from memfit.holding import Held, hold_budget
@@ -13,6 +14,8 @@ from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.split import part_of
 from memfit.whole_step import Measure, Whole, beside, whole_step
 from memfit.workload import Workload
+
+MOST_WAYS = 4  # that are run with the same techniques allowed
 
 
 def hold_whole_step(
@@ -28,14 +31,15 @@ def hold_whole_step(
     A plan that took more than was thought is followed by one for so much less, which may need a
     technique that the first did not; the goal's last resort comes last.
     """
-    ways: list[tuple[tuple[str, ...], ...]] = []  # that ran, or were to run
+    ways: list[tuple[Any, ...]] = []  # that ran, or were to run
     refused: list[InfeasibleError] = []
     while True:
         missed = refused[-1].missed_bytes if refused else None
         asked = goal if missed is None else replace(goal, margin_bytes=missed)
         try:
             whole = whole_step(workload, base, asked, plan, measure)
-            way = whole.techniques, (str(whole.split),), goal.techniques
+            what = None if whole.setup is None else whole.setup.what
+            way = what, whole.split, goal.techniques
             if way in ways:
                 raise refused[-1]
             if ways:
@@ -46,13 +50,20 @@ def hold_whole_step(
             return whole, hold_budget(part, whole.profile, goal, plan, whole.setup, say)
         except InfeasibleError as refusal:
             ran = refusal.missed_bytes is not None and refusal not in refused
-            more = any(not choice.taken for choice in whole.choices) if ran else False
+            alike = sum(allowed == goal.techniques for _, _, allowed in ways)
+            more = ran and alike < MOST_WAYS and _can_do_more(whole)
             refused.append(refusal)
             if more:
                 continue
             if plan is not None or not last_resort_may_help(base, goal):
                 raise
             goal = goal.at_last()
+
+
+def _can_do_more(whole: Whole) -> bool:
+    """Whether there is a technique that was not taken, or one that saved less than it can."""
+    keeps = whole.setup is not None and whole.setup.state_kept_bytes > 0
+    return keeps or any(not choice.taken for choice in whole.choices)
 
 
 def plan_whole_step(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Plan:

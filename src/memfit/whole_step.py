@@ -3,7 +3,8 @@
 Techniques are tried one after the other, the cheap ones first, each on top of those taken before:
 the step is profiled with it at work and planned again. It is taken when the plan gets faster by
 more than timings differ, or when nothing fits without it and it brings the smallest budget down.
-What was not taken is tried again when a later one was. Limits: taken ones are not given back.
+What was not taken is tried again when a later one was. Of optimizer state that goes to the host, as
+much stays as there is room for beside a lean plan. Limits: taken ones are not given back.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Measure = Callable[[Setup | None, int], Profile]  # with a set-up, of the batch 
 CHEAP = 0.01  # of the plain step: a plan that costs less needs no help
 GAIN = 0.02  # of the planned step: less than this may be noise
 LESS = 0.01  # of the smallest budget
+STATE_IN_ROOM = (1.0, 0.5)  # of what the leanest plan leaves free, for optimizer state to stay
 NOT_NEEDED = f"not needed: a plan without it costs less than {CHEAP:.0%} of the step"
 TILES_PER_BUDGET = 64
 SMALLEST_TILE, LARGEST_TILE = 2**18, 2**28
@@ -65,9 +67,10 @@ def whole_step(
 ) -> Whole:
     """The set-up of a given plan or of the profile, or the best of what the goal allows."""
     if base.setup:
-        return Whole(setup_of(base.setup, workload, base, base.tile_bytes), base)
+        sizes = base.tile_bytes, base.state_kept_bytes
+        return Whole(setup_of(base.setup, workload, base, *sizes), base)
     if plan is not None and plan.setup:
-        setup = setup_of(plan.setup, workload, base, plan.tile_bytes)
+        setup = setup_of(plan.setup, workload, base, plan.tile_bytes, plan.state_kept_bytes)
         return Whole(setup, measure(setup, plan.split), plan.split)
     if plan is not None and plan.split > 1:
         return Whole(None, measure(None, plan.split), plan.split)
@@ -104,6 +107,10 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
             again = []
         else:
             again.append(name)
+    if "optimizer_offload" in setup.techniques and best.plan is not None:
+        moved = choices["optimizer_offload"]
+        setup, best, moved = _keeping_state(workload, base, goal, measure, setup, best, moved)
+        choices["optimizer_offload"] = moved
     at_work = setup if setup.techniques else None
     split = 1
     if MICROBATCH in goal.techniques:
@@ -112,6 +119,40 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
     if best.refusal is not None and made:
         _refuse(best.refusal, made)
     return Whole(at_work, best.profile, split, made)
+
+
+def _keeping_state(
+    workload: Workload,
+    base: Profile,
+    goal: Goal,
+    measure: Measure,
+    setup: Setup,
+    best: _Tried,
+    choice: TechniqueChoice,
+) -> tuple[Setup, _Tried, TechniqueChoice]:
+    """The same, with some of the optimizer's state on the device, if that makes the step faster."""
+    assert best.plan is not None
+    if goal.budget_bytes is None:
+        return setup, best, choice
+    moved, whole = choice, best
+    state = base.graph.static.get("optimizer_state", 0)
+    room = goal.budget_bytes - goal.margin_bytes - best.plan.minimum_feasible_bytes
+    for share in STATE_IN_ROOM:
+        kept = int(share * room)
+        if not LESS * state < kept < state:
+            continue
+        candidate = setup_of(setup.techniques, workload, base, setup.tile_bytes, kept)
+        found = _tried(measure(candidate, 1), goal)
+        if _better(found, best):
+            setup, best = candidate, found
+            change = _choice(choice.name, whole, found, f"{format_bytes(kept)} of it may stay: ")
+            choice = replace(
+                moved,
+                why=f"{moved.why}; {change.why}",
+                saved_bytes=(moved.saved_bytes or 0) + (change.saved_bytes or 0),
+                cost_s=(moved.cost_s or 0.0) + (change.cost_s or 0.0),
+            )
+    return setup, best, choice
 
 
 def _split(
@@ -159,11 +200,16 @@ def beside(base: Profile, plan: Plan, choices: tuple[TechniqueChoice, ...]) -> P
 
 
 def setup_of(
-    techniques: Sequence[str], workload: Workload, profile: Profile, tile_bytes: int | None
+    techniques: Sequence[str],
+    workload: Workload,
+    profile: Profile,
+    tile_bytes: int | None,
+    state_kept_bytes: int = 0,
 ) -> Setup:
     """The set-up of these techniques on a workload; parameters of a segment step together."""
     modules = [call.module for call in profile.graph.calls]
-    return Setup(techniques, workload.model, workload.optimizer, modules, tile_bytes)
+    sizes = tile_bytes, state_kept_bytes
+    return Setup(techniques, workload.model, workload.optimizer, modules, *sizes)
 
 
 def tile_for(budget_bytes: int | None) -> int | None:

@@ -16,13 +16,16 @@ import memfit
 from memfit import holding, proof
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
+from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
+from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
 from memfit.verify.budget import BudgetCheck
+from memfit.whole_step import whole_step
 from memfit.workload import Workload
 
 SLOW = pytest.mark.slow
@@ -109,6 +112,48 @@ def test_a_last_resort_is_for_budgets_that_it_may_hold() -> None:
         with pytest.raises(InfeasibleError):
             memfit.plan(workload, budget, executor="module", progress=tried.append, **options)
         assert not any(text.startswith("trying") for text in tried)
+
+
+def test_state_stays_on_the_device_as_far_as_there_is_room() -> None:
+    """Profiles as a GPU would give them: what waits on the host costs its copies."""
+    workload = wide()
+    base = replace(memfit.profile(workload, executor="module"), baseline=None)
+    state = base.graph.static["optimizer_state"]
+    seen: list[int] = []
+
+    def measure(setup: Setup | None, split: int) -> Profile:
+        assert setup is not None and split == 1
+        seen.append(setup.state_kept_bytes)
+        moved = state - setup.state_kept_bytes
+        static = {**base.graph.static, "optimizer_state": state - moved}
+        return replace(
+            base,
+            graph=replace(base.graph, static=static),
+            step_s=base.step_s * (1 + moved / state),
+            setup=setup.techniques,
+            state_kept_bytes=setup.state_kept_bytes,
+        )
+
+    least = memfit.plan(base).minimum_feasible_bytes
+    goal = Goal(budget_bytes=least - state // 4, techniques=("recompute", "optimizer_offload"))
+    found = whole_step(workload, base, goal, None, measure)
+    assert found.setup is not None and found.techniques == ("optimizer_offload",)
+    assert seen[0] == 0 and found.setup.state_kept_bytes == max(seen)
+    assert 0.7 * state < found.setup.state_kept_bytes < 0.8 * state
+    assert make_plan(found.profile, goal).state_kept_bytes == found.setup.state_kept_bytes
+    (choice,) = found.choices
+    assert choice.taken and "of it may stay" in choice.why
+    assert choice.saved_bytes == state - found.setup.state_kept_bytes
+    assert choice.cost_s == pytest.approx(base.step_s * choice.saved_bytes / state)
+    # Where what stays costs as much as what moves, all of it goes.
+    slow = whole_step(
+        workload,
+        base,
+        goal,
+        None,
+        lambda setup, split: replace(measure(setup, split), step_s=2 * base.step_s),
+    )
+    assert slow.setup is not None and slow.setup.state_kept_bytes == 0
 
 
 def test_state_in_eight_bits_by_name_only() -> None:

@@ -139,6 +139,7 @@ def profile_workload(
         accumulate=accumulate,
         setup=() if setup is None else setup.techniques,
         tile_bytes=None if setup is None else setup.tile_bytes,
+        state_kept_bytes=0 if setup is None else setup.state_kept_bytes,
         notes=tuple(notes),
     )
 

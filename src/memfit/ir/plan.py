@@ -126,6 +126,7 @@ class Plan:
     choices: tuple[TechniqueChoice, ...] = ()  # techniques of the loss and the optimizer
     split: int = 1  # parts that a batch is run in
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
+    state_kept_bytes: int = 0  # of optimizer state, at most, where the rest waits on the host
     host_bytes: int = 0  # memory that waits on the host at once
     smallest_move_bytes: int = 0  # smaller tensors are not moved
     trim: bool = False  # give the allocator's free pages back between forward and backward

@@ -135,6 +135,7 @@ class Profile:
     split: int = 1  # of these, parts of one batch
     setup: tuple[str, ...] = ()  # techniques of the step itself that were at work
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
+    state_kept_bytes: int = 0  # of optimizer state, at most, where the rest waits on the host
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

@@ -376,6 +376,7 @@ def _plan(
         techniques=_techniques(simulator, choice.acts),
         split=profile.split,
         tile_bytes=profile.tile_bytes,
+        state_kept_bytes=profile.state_kept_bytes,
         host_bytes=host_bytes,
         smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,

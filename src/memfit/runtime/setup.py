@@ -7,7 +7,7 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -40,12 +40,22 @@ class Setup(Stacked):
         optimizer: torch.optim.Optimizer | None = None,
         modules: Iterable[str] = (),
         tile_bytes: int | None = None,
+        state_kept_bytes: int = 0,
     ) -> None:
-        """`tile_bytes` is the size of a tile of logits; None: the usual one."""
+        """`tile_bytes` is the size of a tile of logits; None: the usual one.
+
+        Of optimizer state that goes to the host, `state_kept_bytes` at most stay on the device.
+        """
         self.techniques = tuple(techniques)
         self.tile_bytes = tile_bytes
+        self.state_kept_bytes = state_kept_bytes if "optimizer_offload" in techniques else 0
         self.in_backward: StepInBackward | None = None
         self._model, self._optimizer, self._modules = model, optimizer, tuple(modules)
+
+    @property
+    def what(self) -> tuple[Hashable, ...]:
+        """What tells it from other set-ups of the same model and optimizer."""
+        return self.techniques, self.tile_bytes, self.state_kept_bytes
 
     def _make(self, stack: ExitStack) -> None:
         if "int8_weights" in self.techniques:
@@ -81,7 +91,7 @@ class Setup(Stacked):
         if not kept:
             return None
         if kept[0] == "optimizer_offload":
-            return StateOnHost(self._stepped(), self._groups())
+            return StateOnHost(self._stepped(), self._groups(), kept_bytes=self.state_kept_bytes)
         return LowBitState(self._stepped(), self._groups(), bits=_BITS[kept[0]])
 
     def _stepped(self) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -47,6 +48,52 @@ def test_each_way_to_train_in_backward(
     ):
         training.same(training.train_in_backward(stepper, model, **options), losses)
     training.same(training.snapshot(model, optimizer), end)
+
+
+def test_the_first_backward_fetches_ahead(training: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = training.build("adamw")
+    training.train_plainly(model, optimizer, range(2))  # so that there is state to fetch
+    groups = training.groups_of(model)
+    ahead: list[bool] = []
+    step = StateOnHost._step_block
+
+    def stepped(self: StateOnHost, block: Any, parameters: Any) -> None:
+        ahead.append(block._storage is not None)
+        step(self, block, parameters)
+
+    monkeypatch.setattr(StateOnHost, "_step_block", stepped)
+    with (
+        StateOnHost(optimizer, groups) as state,
+        StepInBackward(optimizer, groups, stepper=state) as stepper,
+    ):
+        training.train_in_backward(stepper, model, range(2, 3))
+    # The last block, the first one, and after backward the rest; the branch is not used this time.
+    assert ahead == [False, True, False]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_some_of_the_state_stays(training: Any, some_optimizer: str, in_backward: bool) -> None:
+    losses, end = training.expect(some_optimizer)
+    model, optimizer = training.build(some_optimizer)
+    groups = training.groups_of(model)
+    everything = StateOnHost(optimizer, groups).footprint().removed_bytes
+    with ExitStack() as stack:
+        state = stack.enter_context(StateOnHost(optimizer, groups, kept_bytes=everything // 2))
+        left = state.footprint().removed_bytes
+        assert everything - everything // 2 <= left <= everything
+        assert (left < everything) == (everything > 0 and _smallest(state) <= everything // 2)
+        if in_backward:
+            stepper = stack.enter_context(StepInBackward(optimizer, groups, stepper=state))
+            training.same(training.train_in_backward(stepper, model), losses)
+        else:
+            training.same(training.train_plainly(model, optimizer), losses)
+        assert sum(block.size_bytes for block in state._all()) == left
+        training.same(training.snapshot(model, optimizer), end)
+    training.same(training.snapshot(model, optimizer), end)
+
+
+def _smallest(state: StateOnHost) -> int:
+    return min(state._sizes.of(group) for group in state.groups)
 
 
 @pytest.mark.parametrize("on_host_first", [True, False])

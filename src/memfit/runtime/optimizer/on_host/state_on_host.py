@@ -31,7 +31,8 @@ class StateOnHost(Reversible):
     optimizer.step() works through the groups: while one steps, the state of the one before leaves
     and that of the one after comes, so that two groups' state is on the device at a time. The
     numbers are the plain optimizer's, bit for bit. state_dict() gives tensors in host memory.
-    Single numbers, such as step counts, stay where they are.
+    Single numbers, such as step counts, stay where they are. So do groups of `kept_bytes` at most:
+    the first ones, which in backward step last, when there is nothing left to copy behind.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class StateOnHost(Reversible):
         optimizer: torch.optim.Optimizer,
         groups: Iterable[Parameters] | None = None,
         *,
+        kept_bytes: int = 0,
         separable: bool = False,
     ) -> None:
         check_separable(optimizer, separable)
         self.optimizer = optimizer
+        self._kept_bytes = kept_bytes
         self.groups = with_the_rest(optimizer, chunks(optimizer) if groups is None else groups)
         self._lanes = lanes_for(one_device(optimizer))
         self._parts = Parts(optimizer)
@@ -50,7 +53,7 @@ class StateOnHost(Reversible):
         self._take_over = TakeOver(optimizer, self._step, self._lanes.synchronize, self._adopt)
         self._arena: Arena | None = None
         self._blocks: dict[int, HostBlock] = {}  # by the ids of their parameters
-        self._order: list[HostBlock] = []  # as the blocks stepped last time
+        self._order: list[HostBlock] = []  # as the blocks stepped last time, or may step first
         self._stepped: list[HostBlock] = []
         self._leaving: HostBlock | None = None
 
@@ -63,7 +66,7 @@ class StateOnHost(Reversible):
         """Move the state to the host."""
         assert not self._take_over.at_work, "the state is on the host already"
         self._arena = Arena(self._expected_bytes(), self._lanes.pinned)
-        for group in self.groups:
+        for group in self._moved():
             block = HostBlock(group, self._arena, self._lanes)
             self._blocks.update((id(p), block) for p in group)
         try:
@@ -71,6 +74,7 @@ class StateOnHost(Reversible):
         except BaseException:
             self._put_back()
             raise
+        self._order = self._all()[::-1]  # in backward; optimizer.step() goes the other way
         self._take_over.install()
         return self
 
@@ -90,17 +94,20 @@ class StateOnHost(Reversible):
 
     def footprint(self) -> Footprint:
         """Bytes of state that leave the device, and of the two largest groups'."""
-        sizes = sorted(self._sizes.of(group) for group in self.groups)
+        sizes = sorted(self._sizes.of(group) for group in self._moved())
         return Footprint(sum(sizes), sum(sizes[-2:]), sum(sizes))
 
     def step_group(self, parameters: Parameters) -> None:
         """Step parameters, best those of one of the groups."""
         assert self._take_over.at_work, "the state is not on the host"
-        found: dict[HostBlock, list[torch.nn.Parameter]] = {}
+        found: dict[HostBlock | None, list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            found.setdefault(self._blocks[id(parameter)], []).append(parameter)
+            found.setdefault(self._blocks.get(id(parameter)), []).append(parameter)
         for block, members in found.items():
-            self._step_block(block, members)
+            if block is None:
+                self._parts.step(members)
+            else:
+                self._step_block(block, members)
 
     def _step_block(self, block: HostBlock, parameters: Parameters) -> None:
         if self._leaving is not None:
@@ -120,7 +127,8 @@ class StateOnHost(Reversible):
     def _step(self) -> None:
         ready = ready_groups(self.optimizer, self.groups)
         if not self._stepped:  # not in backward, whose order is the last one's
-            self._order = [self._blocks[id(group[0])] for group in ready]
+            firsts = (self._blocks.get(id(group[0])) for group in ready)
+            self._order = [block for block in firsts if block is not None]
         for group in ready:
             self.step_group(group)
         self.settle()
@@ -134,14 +142,26 @@ class StateOnHost(Reversible):
             self._order, self._stepped = self._stepped, []
 
     def _following(self, block: HostBlock) -> HostBlock | None:
-        place = len(self._stepped)
-        if place < len(self._order) and self._order[place] is block:
-            return self._order[place + 1] if place + 1 < len(self._order) else None
-        return None
+        """What steps after a block, by the order that is expected."""
+        if block not in self._order:
+            return None
+        later = self._order[self._order.index(block) + 1 :]
+        return next((other for other in later if other not in self._stepped), None)
+
+    def _moved(self) -> list[list[torch.nn.Parameter]]:
+        """The groups whose state goes to the host."""
+        room, moved = self._kept_bytes, []
+        for group in self.groups:
+            size = self._sizes.of(group) if room else 0
+            if room and size <= room:
+                room -= size
+            else:
+                moved.append(group)
+        return moved
 
     def _expected_bytes(self) -> int:
         try:
-            return self._sizes.of(optimized(self.optimizer))
+            return sum(self._sizes.of(group) for group in self._moved())
         except UsageError:  # not known before the first step: the arena grows with the state
             return 0
 
