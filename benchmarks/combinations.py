@@ -23,13 +23,13 @@ from workloads import build
 import memfit
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
-from memfit.planning.techniques import APPROXIMATE, STEP
+from memfit.planning.techniques import APPROXIMATE, ON_HOST, STEP
 from memfit.runtime.apply import Applied
 from memfit.whole_step import setup_of
 from memfit.workload import Workload
 
 TILE_BYTES = 2**28
-EXACT = [name for name in STEP if name not in APPROXIMATE]
+USUAL = [name for name in STEP if name not in (*APPROXIMATE, "step_on_host")]
 PLAIN = "plain"
 ACTIVATIONS = {"kept": "none", "recompute": "all", "offload": "swap"}
 # Seconds on an H200, not measured: of the profile by `module`, and of one combination.
@@ -102,6 +102,8 @@ def units(arguments: argparse.Namespace, report: Report) -> Iterator[Unit]:
         chosen = arguments.techniques
         sets = chain.from_iterable(combinations(chosen, n) for n in range(len(chosen) + 1))
         for techniques in sets:
+            if {*ON_HOST} <= {*techniques}:  # two ways to do the same
+                continue
             for activations in arguments.activations:
                 words = [*([activations] if activations != "kept" else []), *techniques]
                 label = " + ".join(words) or PLAIN
@@ -140,7 +142,8 @@ def main() -> None:
     parser = parser_of(__doc__, "combinations.json", WORKLOADS)
     parser.set_defaults(only=list(WORKLOADS)[:1])
     parser.add_argument("--executor", default="module", choices=("module", "graph", "inductor"))
-    parser.add_argument("--techniques", nargs="*", choices=EXACT, default=EXACT, metavar="NAME")
+    named = [*USUAL, "step_on_host"]
+    parser.add_argument("--techniques", nargs="*", choices=named, default=USUAL, metavar="NAME")
     parser.add_argument(
         "--activations", nargs="+", choices=list(ACTIVATIONS), default=list(ACTIVATIONS)
     )

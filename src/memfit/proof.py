@@ -17,6 +17,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.split import part_of
 from memfit.verify.numerics import (
     APPROXIMATE_TOLERANCE,
+    ELSEWHERE_TOLERANCE,
     check_numerics,
     check_parameters,
     check_split,
@@ -95,12 +96,13 @@ def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -
     setup = Setup(others, workload.model, tile_bytes=tile_bytes) if others else None
     stepped = check_parameters(workload, planned, Applied(planned.plan, workload.model, setup))
     equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
-    rounded = bool(set(ROUNDED_STATE) & set(planned.plan.setup))
+    tolerance = ELSEWHERE_TOLERANCE if "step_on_host" in planned.plan.setup else 0.0
+    tolerance = APPROXIMATE_TOLERANCE if {*ROUNDED_STATE} & {*planned.plan.setup} else tolerance
     said = "the same as" if equal else f"{apart:.2g} of their largest from those"
     notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
     return replace(
         numerics,
-        agree=numerics.agree and (stepped.agree or (rounded and apart <= APPROXIMATE_TOLERANCE)),
+        agree=numerics.agree and (stepped.agree or apart <= tolerance),
         note="; ".join(note for note in notes if note),
     )
 

@@ -18,7 +18,7 @@ from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import MICROBATCH, STEP
+from memfit.planning.techniques import MICROBATCH, ON_HOST, STEP
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
@@ -91,7 +91,7 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
             choices.setdefault(name, TechniqueChoice(name, False, NOT_NEEDED))
             continue
         why = refused(name, workload, base.accumulate)
-        candidate = setup_of((*setup.techniques, name), workload, base, tile_bytes)
+        candidate = setup_of(_beside(setup.techniques, name), workload, base, tile_bytes)
         try:
             found = _tried(measure(candidate, 1), goal) if why is None else None
         except (UsageError, HostMemoryError) as error:
@@ -102,6 +102,8 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
             continue
         choices[name] = _choice(name, best, found)
         if choices[name].taken:
+            for other in {*setup.techniques} - {*candidate.techniques}:
+                choices[other] = replace(choices[other], taken=False, why=f"{name} is better")
             setup, best = candidate, found
             left.extend(again)
             again = []
@@ -119,6 +121,12 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
     if best.refusal is not None and made:
         _refuse(best.refusal, made)
     return Whole(at_work, best.profile, split, made)
+
+
+def _beside(taken: Sequence[str], name: str) -> list[str]:
+    """The taken techniques and one more; of state on the host, in place of the other way."""
+    others = ON_HOST if name in ON_HOST else ()
+    return [*(t for t in taken if t not in others), name]
 
 
 def _keeping_state(

@@ -19,6 +19,7 @@ from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.techniques import ON_HOST
 from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
 from memfit.runtime.setup import Setup
@@ -154,6 +155,46 @@ def test_state_stays_on_the_device_as_far_as_there_is_room() -> None:
         lambda setup, split: replace(measure(setup, split), step_s=2 * base.step_s),
     )
     assert slow.setup is not None and slow.setup.state_kept_bytes == 0
+
+
+@pytest.mark.parametrize("faster", list(ON_HOST))
+def test_of_two_ways_to_have_state_on_the_host_the_faster_is_taken(faster: str) -> None:
+    workload = wide()
+    base = replace(memfit.profile(workload, executor="module"), baseline=None)
+    static = {**base.graph.static, "optimizer_state": 0}
+
+    def measure(setup: Setup | None, split: int) -> Profile:
+        assert setup is not None and len({*setup.techniques} & {*ON_HOST}) == 1
+        slower = 1.2 if faster in setup.techniques else 1.5
+        graph = replace(base.graph, static=static)
+        return replace(base, graph=graph, step_s=slower * base.step_s, setup=setup.techniques)
+
+    least = memfit.plan(base).minimum_feasible_bytes
+    budget = least - base.graph.static["optimizer_state"] + 2**16  # no room to keep any of it
+    goal = Goal(budget_bytes=budget, techniques=("recompute", *ON_HOST))
+    found = whole_step(workload, base, goal, None, measure)
+    assert found.techniques == (faster,)
+    assert {c.name: c.taken for c in found.choices} == {n: n == faster for n in ON_HOST}
+    if faster == "step_on_host":
+        (other,) = (c for c in found.choices if not c.taken)
+        assert other.why == "step_on_host is better"
+
+
+def test_an_optimizer_that_steps_on_the_host_agrees() -> None:
+    workload = wide()
+    with memfit.fit_workload(
+        workload,
+        profiled=memfit.profile(
+            workload,
+            executor="module",
+            setup=Setup(("step_on_host",), workload.model, workload.optimizer),
+        ),
+        steps=1,
+    ) as fitted:
+        assert fitted.plan.setup == ("step_on_host",)
+        assert fitted.result.numerics.agree, fitted.result.numerics
+        assert "after plain optimizer steps" in str(fitted.result.numerics.note)
+        assert torch.isfinite(fitted.step(workload.batch))
 
 
 def test_state_in_eight_bits_by_name_only() -> None:

@@ -10,8 +10,10 @@ ACTIVATIONS = ("recompute", "offload")
 # How the step itself is run, in the order in which they are tried: the cheap ones first.
 ROUNDED_STATE = ("optim_bf16_sr", "optim_8bit")
 APPROXIMATE = (*ROUNDED_STATE, "int8_weights")
-OPTIMIZER = ("step_in_backward", "optimizer_offload", *ROUNDED_STATE)
-STEP = ("step_in_backward", "tiled_loss", "optimizer_offload", *APPROXIMATE)
+# Optimizer state on the host: it visits the device to be stepped, or the CPU steps it there.
+ON_HOST = ("optimizer_offload", "step_on_host")
+OPTIMIZER = ("step_in_backward", *ON_HOST, *ROUNDED_STATE)
+STEP = ("step_in_backward", "tiled_loss", *ON_HOST, *APPROXIMATE)
 MICROBATCH = "microbatch"  # the batch in parts, gradients added up
 AVAILABLE = (*ACTIVATIONS, *STEP, MICROBATCH)
 # What a strategy is made of: naming it allows these.

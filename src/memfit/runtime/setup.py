@@ -19,6 +19,7 @@ from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
+from memfit.runtime.optimizer.on_host.step_on_host import StepOnHost
 from memfit.runtime.reversible import Stacked
 from memfit.runtime.tiled_loss.in_model import TiledLoss
 from memfit.workload import unwrap
@@ -80,9 +81,10 @@ class Setup(Stacked):
         """Within it, gradients stay when backward is over, whatever the techniques."""
         return nullcontext() if self.in_backward is None else self.in_backward.holding()
 
-    def _stepper(self) -> StateOnHost | LowBitState | None:
+    def _stepper(self) -> StateOnHost | StepOnHost | LowBitState | None:
         """What keeps the optimizer's state elsewhere or otherwise than it does itself."""
-        kept = [name for name in ("optimizer_offload", *_BITS) if name in self.techniques]
+        places = ("optimizer_offload", "step_on_host", *_BITS)
+        kept = [name for name in places if name in self.techniques]
         if len(kept) > 1:
             raise UsageError(
                 f"{' and '.join(kept)} are two places for the same optimizer state",
@@ -92,6 +94,8 @@ class Setup(Stacked):
             return None
         if kept[0] == "optimizer_offload":
             return StateOnHost(self._stepped(), self._groups(), kept_bytes=self.state_kept_bytes)
+        if kept[0] == "step_on_host":
+            return StepOnHost(self._stepped(), self._groups())
         return LowBitState(self._stepped(), self._groups(), bits=_BITS[kept[0]])
 
     def _stepped(self) -> torch.optim.Optimizer:

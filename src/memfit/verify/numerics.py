@@ -31,6 +31,7 @@ ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
 REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
 INT8_TOLERANCE = 1e-1  # of all gradients' length, where frozen weights are rounded to 8 bits
 APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
+ELSEWHERE_TOLERANCE = 1e-3  # the same, where the CPU steps, which rounds otherwise than the device
 SMALL = 1e-3  # of the largest gradient: smaller ones are measured by this
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself

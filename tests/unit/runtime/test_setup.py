@@ -16,7 +16,7 @@ from memfit.workload import Workload
 
 SIZES = {"n_layer": "2", "n_embd": "32", "n_head": "2", "vocab_size": "200"}
 MODULES = ("transformer.h.0", "transformer.h.1")
-EXACT = [name for name in STEP if name not in APPROXIMATE]
+EXACT = [name for name in STEP if name not in (*APPROXIMATE, "step_on_host")]
 SUBSETS = list(chain.from_iterable(combinations(EXACT, n) for n in range(len(EXACT) + 1)))
 
 
@@ -80,6 +80,16 @@ def test_state_in_few_bits_is_near(name: str, others: tuple[str, ...]) -> None:
     actual = trained(workload, Setup(names, workload.model, workload.optimizer, MODULES))
     for key in workload.model.state_dict():
         torch.testing.assert_close(actual[key], expected[key], rtol=0.05, atol=2e-3, msg=key)
+
+
+@pytest.mark.parametrize("others", [(), ("step_in_backward",)])
+def test_stepping_on_the_cpu_is_the_same_there(others: tuple[str, ...]) -> None:
+    workload = gpt2()
+    expected = trained(workload, None)
+    names = (*others, "step_on_host")
+    actual = trained(workload, Setup(names, workload.model, workload.optimizer, MODULES))
+    for key in workload.model.state_dict():
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-7, msg=key)
 
 
 def test_one_place_for_the_state() -> None:
