@@ -49,14 +49,17 @@ def hold_whole_step(
             part = part_of(workload, whole.split)
             return whole, hold_budget(part, whole.profile, goal, plan, whole.setup, say)
         except InfeasibleError as refusal:
-            ran = refusal.missed_bytes is not None and refusal not in refused
+            again = refusal.missed_bytes is not None and refusal not in refused
             alike = sum(allowed == goal.techniques for _, _, allowed in ways)
-            more = ran and alike < MOST_WAYS and _can_do_more(whole)
+            again = again and alike < MOST_WAYS and _can_do_more(whole)
             refused.append(refusal)
-            if more:
+            if again:
                 continue
             if plan is not None or not last_resort_may_help(base, goal):
-                raise
+                ran = next((r.ran for r in refused if r.ran), "")
+                if refusal.ran or not ran:
+                    raise
+                raise refusal.saying(f". What ran before did not hold: {ran}") from refusal
             goal = goal.at_last()
 
 

@@ -40,12 +40,14 @@ class InfeasibleError(MemfitError):
 
     `incompressible_bytes` splits it: fixed, and on top of that in forward and in backward.
     `learned` is the profile with all that was run before the answer was no, if anything was;
-    `missed_bytes` by how much more than it was to take the last plan took that ran.
+    `missed_bytes` by how much more than it was to take the last plan took that ran, `ran` what all
+    of them took, in words.
     """
 
     exit_code = 1
     learned: Any = None
     missed_bytes: int | None = None
+    ran: str = ""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class InfeasibleError(MemfitError):
             incompressible_bytes=self.incompressible_bytes,
             hint=self.hint,
         )
-        same.learned, same.missed_bytes = self.learned, self.missed_bytes
+        same.learned, same.missed_bytes, same.ran = self.learned, self.missed_bytes, self.ran
         return same
 
 

@@ -58,10 +58,9 @@ def hold_budget(
             refusal.learned = refusal.learned or profile
             if not notes:
                 raise
-            refusal.missed_bytes = goal.margin_bytes
+            refusal.missed_bytes, refusal.ran = goal.margin_bytes, "; ".join(notes)
             # The minimum it names has in it by how much the last plan was wrong about itself.
-            more = f". What ran before did not hold: {'; '.join(notes)}"
-            raise refusal.saying(more) from refusal
+            raise refusal.saying(f". What ran before did not hold: {refusal.ran}") from refusal
         say(f"running under the budget (round {number})")
         check = check_budget(
             workload,
@@ -86,7 +85,7 @@ def hold_budget(
         minimum_bytes=min(needed),
         hint=f"try --budget {min(needed)}",
     )
-    missed.learned, missed.missed_bytes = profile, goal.margin_bytes
+    missed.learned, missed.missed_bytes, missed.ran = profile, goal.margin_bytes, "; ".join(notes)
     raise missed
 
 

@@ -194,7 +194,7 @@ def _split(
 
 def _refuse(refusal: InfeasibleError, tried: Sequence[TechniqueChoice]) -> None:
     said = [f"{choice.name}: {'taken: ' if choice.taken else ''}{choice.why}" for choice in tried]
-    raise refusal.saying(f" Tried beside recompute: {'; '.join(said)}.") from refusal
+    raise refusal.saying(f". Tried beside recompute: {'; '.join(said)}") from refusal
 
 
 def beside(base: Profile, plan: Plan, choices: tuple[TechniqueChoice, ...]) -> Plan:
