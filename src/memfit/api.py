@@ -27,6 +27,7 @@ from memfit.planning.techniques import (
     forced_techniques,
     last_resort,
     techniques_for,
+    without,
 )
 from memfit.proof import prove
 from memfit.runtime.apply import Applied, check_plan, check_plan_for, refuse_planned
@@ -266,11 +267,10 @@ def fit_workload(
         )
 
     def held_from(base: Profile, goal: Goal) -> tuple[Whole, Held]:
-        asked = goal
         if plan is None and budget is not None:
-            asked = replace(goal, budget_bytes=resolve_budget(budget, base))
+            goal = replace(goal, budget_bytes=resolve_budget(budget, base))
         measure = _measuring(workload, base, segments, progress)
-        return hold_whole_step(workload, base, asked, plan, measure, say)
+        return hold_whole_step(workload, base, goal, plan, measure, say)
 
     # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
     layers = executor in (None, "auto") and base.executor == "module"
@@ -304,7 +304,7 @@ def fit_workload(
             made.budget_bytes,
             steps=1,
             strategy=goal.strategy,
-            allow=_without_parts(allow),
+            allow=without(allow, MICROBATCH),  # the batch is a part already
             host_budget=goal.host_bytes,
             max_slowdown=max_slowdown,
             interval=interval,
@@ -338,11 +338,10 @@ def _measuring(
         return known[key]
 
     def measured(setup: Setup | None, split: int) -> Profile:
-        what = f"{split} parts"
-        if setup is not None and split == 1:
-            kept = format_bytes(setup.state_kept_bytes) if setup.state_kept_bytes else ""
-            what = f"{setup.techniques[-1]}{kept and f', {kept} of the state kept'}"
-        say(f"trying {what}")
+        what = [setup.techniques[-1] if setup is not None and split == 1 else f"{split} parts"]
+        if setup is not None and setup.state_kept_bytes:
+            what.append(f"{format_bytes(setup.state_kept_bytes)} of the state kept")
+        say(f"trying {', '.join(what)}")
         found = profile(
             part_of(workload, split),
             segments=segments,
@@ -365,15 +364,6 @@ def resolve_executor(name: str | None, device: torch.device) -> str | None:
     if name not in EXECUTORS:
         raise UsageError(f"unknown executor {name!r}", hint=f"one of: {', '.join(EXECUTORS)}")
     return name
-
-
-def _without_parts(allow: str | Sequence[str] | None) -> str | Sequence[str] | None:
-    """The same techniques less microbatches, for a batch that is one already."""
-    if allow is None:
-        return None
-    names = [n.strip() for n in (allow.split(",") if isinstance(allow, str) else allow)]
-    left = [n for n in names if n.removeprefix("+") != MICROBATCH]
-    return None if names == [f"+{MICROBATCH}"] else left  # what is left of + adds to nothing
 
 
 def _goal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from memfit.errors import InfeasibleError
 from memfit.holding import Held, hold_budget
@@ -15,6 +15,7 @@ from memfit.runtime.split import part_of
 from memfit.whole_step import Measure, Whole, beside, whole_step
 from memfit.workload import Workload
 
+T = TypeVar("T")
 MOST_WAYS = 4  # that are run with the same techniques allowed
 
 
@@ -31,36 +32,72 @@ def hold_whole_step(
     A plan that took more than was thought is followed by one for so much less, which may need a
     technique that the first did not; the goal's last resort comes last.
     """
-    ways: list[tuple[Any, ...]] = []  # that ran, or were to run
-    refused: list[InfeasibleError] = []
-    while True:
-        missed = refused[-1].missed_bytes if refused else None
-        asked = goal if missed is None else replace(goal, margin_bytes=missed)
+    missed: list[InfeasibleError] = []  # of plans that ran
+
+    def held_by(goal: Goal, whole: Whole) -> Held:
         try:
-            whole = whole_step(workload, base, asked, plan, measure)
-            what = None if whole.setup is None else whole.setup.what
-            way = what, whole.split, goal.techniques
-            if way in ways:
-                raise refused[-1]
-            if ways:
-                how = [*whole.techniques, *([f"{whole.split} parts"] if whole.split > 1 else [])]
-                say(f"planning for less: {', '.join(how or goal.techniques)}")
-            ways.append(way)
             part = part_of(workload, whole.split)
-            return whole, hold_budget(part, whole.profile, goal, plan, whole.setup, say)
+            return hold_budget(part, whole.profile, goal, plan, whole.setup, say)
         except InfeasibleError as refusal:
-            again = refusal.missed_bytes is not None and refusal not in refused
-            alike = sum(allowed == goal.techniques for _, _, allowed in ways)
-            again = again and alike < MOST_WAYS and _can_do_more(whole)
-            refused.append(refusal)
-            if again:
-                continue
-            if plan is not None or not last_resort_may_help(base, goal):
-                ran = next((r.ran for r in refused if r.ran), "")
-                if refusal.ran or not ran:
+            if refusal.missed_bytes is not None:
+                missed.append(refusal)
+            raise
+
+    def chosen(goal: Goal) -> Whole:
+        spare = missed[-1].missed_bytes or 0 if missed else 0
+        asked = replace(goal, margin_bytes=max(spare, goal.margin_bytes))
+        return whole_step(workload, base, asked, plan, measure)
+
+    def held(goal: Goal) -> tuple[Whole, Held]:
+        whole = chosen(goal)
+        for _ in range(MOST_WAYS):
+            if missed:
+                say(f"planning for less: {', '.join(_words(whole) or goal.techniques)}")
+            try:
+                return whole, held_by(goal, whole)
+            except InfeasibleError as refusal:
+                if refusal.missed_bytes is None or not _can_do_more(whole):
                     raise
-                raise refusal.saying(f". What ran before did not hold: {ran}") from refusal
-            goal = goal.at_last()
+                before, whole = whole, chosen(goal)
+                if _same(before, whole):
+                    raise
+        raise missed[-1]
+
+    try:
+        return _or_at_last(base, goal, held)
+    except InfeasibleError as refusal:
+        if refusal.ran or not missed:
+            raise
+        raise refusal.saying(f". What ran before did not hold: {missed[0].ran}") from refusal
+
+
+def plan_whole_step(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Plan:
+    """The plan of the goal, or of its last resort where there is none; nothing is run under it."""
+
+    def planned(goal: Goal) -> Plan:
+        whole = whole_step(workload, base, goal, None, measure)
+        return beside(base, make_plan(whole.profile, goal), whole.choices)
+
+    return _or_at_last(base, goal, planned)
+
+
+def _or_at_last(base: Profile, goal: Goal, make: Callable[[Goal], T]) -> T:
+    """What is made of the goal, or of its last resort where nothing can be."""
+    try:
+        return make(goal)
+    except InfeasibleError:
+        if not _may_help(base, goal):
+            raise
+    return make(goal.at_last())
+
+
+def _may_help(base: Profile, goal: Goal) -> bool:
+    """Whether there is a last resort, and room for what it leaves in place."""
+    if not goal.last_resort or goal.budget_bytes is None:
+        return False
+    moved = "optimizer_offload" in goal.last_resort
+    away = base.graph.static.get("optimizer_state", 0) if moved else 0
+    return base.graph.static_bytes - away < goal.budget_bytes
 
 
 def _can_do_more(whole: Whole) -> bool:
@@ -69,22 +106,10 @@ def _can_do_more(whole: Whole) -> bool:
     return keeps or any(not choice.taken for choice in whole.choices)
 
 
-def plan_whole_step(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Plan:
-    """The plan of the goal, or of its last resort where there is none; nothing is run under it."""
-    while True:
-        try:
-            whole = whole_step(workload, base, goal, None, measure)
-            return beside(base, make_plan(whole.profile, goal), whole.choices)
-        except InfeasibleError:
-            if not last_resort_may_help(base, goal):
-                raise
-            goal = goal.at_last()
+def _same(one: Whole, other: Whole) -> bool:
+    setups = [None if whole.setup is None else whole.setup.what for whole in (one, other)]
+    return setups[0] == setups[1] and one.split == other.split
 
 
-def last_resort_may_help(base: Profile, goal: Goal) -> bool:
-    """Whether there is a last resort, and room for what it leaves in place."""
-    if not goal.last_resort or goal.budget_bytes is None:
-        return False
-    moved = "optimizer_offload" in goal.last_resort
-    away = base.graph.static.get("optimizer_state", 0) if moved else 0
-    return base.graph.static_bytes - away < goal.budget_bytes
+def _words(whole: Whole) -> list[str]:
+    return [*whole.techniques, *([f"{whole.split} parts"] if whole.split > 1 else [])]

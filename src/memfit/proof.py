@@ -100,7 +100,8 @@ def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -
     stepped = check_parameters(workload, planned, plain, 1 if elsewhere else STEPS)
     equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
     tolerance = ELSEWHERE_TOLERANCE if elsewhere else 0.0
-    tolerance = APPROXIMATE_TOLERANCE if {*ROUNDED_STATE} & {*planned.plan.setup} else tolerance
+    if {*ROUNDED_STATE} & {*planned.plan.setup}:
+        tolerance = APPROXIMATE_TOLERANCE
     said = "the same as" if equal else f"{apart:.2g} of their largest from those"
     notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
     return replace(

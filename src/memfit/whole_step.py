@@ -4,7 +4,8 @@ Techniques are tried one after the other, the cheap ones first, each on top of t
 the step is profiled with it at work and planned again. It is taken when the plan gets faster by
 more than timings differ, or when nothing fits without it and it brings the smallest budget down.
 What was not taken is tried again when a later one was. Of optimizer state that goes to the host, as
-much stays as there is room for beside a lean plan. Limits: taken ones are not given back.
+much stays as there is room for beside a lean plan. Limits: taken ones are not given back, but state
+on the host for the other way to have it there; these two are compared with all of it moved.
 """
 
 from __future__ import annotations

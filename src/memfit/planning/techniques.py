@@ -26,10 +26,10 @@ NEEDS = {
 }
 
 
-# What a plan may use when nobody says. On a CPU the host is where the step itself is; on CUDA
-# offload has to be asked for until it was measured there.
+# What a plan may use when nobody says.
 DEFAULTS = {"cpu": ("recompute",), "cuda": ("recompute",)}
-# What is tried as well when no plan holds the budget and nobody says: it changes no number.
+# What is tried as well when no plan holds the budget and nobody says: it changes no number. On a
+# CPU the host is where the step itself is, so that moving saves nothing.
 LAST_RESORT = {
     "cpu": ("step_in_backward",),
     "cuda": ("offload", "step_in_backward", "optimizer_offload"),
@@ -91,6 +91,13 @@ def allowed_techniques(
     plain = [n for n in names if not n.startswith("+")]
     added = [n.removeprefix("+") for n in names if n.startswith("+")]
     return tuple(dict.fromkeys([*(plain or default), *added])) if names else ()
+
+
+def without(allow: str | Sequence[str] | None, name: str) -> str | Sequence[str] | None:
+    """What is allowed, less one technique; what a + adds to stays the default."""
+    names = _names(allow or ())
+    left = [n for n in names if n.removeprefix("+") != name]
+    return None if allow is None or (not left and f"+{name}" in names) else left
 
 
 def _names(allow: str | Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from memfit.planning.techniques import (
     allowed_techniques,
     last_resort,
     techniques_for,
+    without,
 )
 
 Chain = Callable[..., Profile]
@@ -236,6 +237,9 @@ def test_techniques() -> None:
     assert last_resort("optimal", None, "cuda") == every
     assert last_resort("optimal", "+offload, +tiled_loss", "cuda") == every[1:]
     assert last_resort("optimal", None, "cpu") == ("step_in_backward",)
+    assert without(None, "microbatch") is None and without("+microbatch", "microbatch") is None
+    assert without("microbatch", "microbatch") == []
+    assert without("+offload, +microbatch", "microbatch") == ["+offload"]
     for strategy, allow in (("optimal", "recompute"), ("optimal", []), ("ratio", None)):
         assert last_resort(strategy, allow, "cuda") == ()
     assert techniques_for("swap", None, "cpu") == ("recompute", "offload")

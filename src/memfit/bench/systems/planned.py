@@ -15,9 +15,7 @@ from memfit.ir.plan import KEEP
 from memfit.ir.profile import Profile
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.kept_copies import reused
-from memfit.measure.step import (
-    run_step,
-)
+from memfit.measure.step import run_step
 from memfit.measure.timing import Inside
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.report.fit import numbers_agree

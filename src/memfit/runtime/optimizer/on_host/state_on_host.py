@@ -150,10 +150,12 @@ class StateOnHost(Reversible):
 
     def _moved(self) -> list[list[torch.nn.Parameter]]:
         """The groups whose state goes to the host."""
+        if not self._kept_bytes:
+            return self.groups
         room, moved = self._kept_bytes, []
         for group in self.groups:
-            size = self._sizes.of(group) if room else 0
-            if room and size <= room:
+            size = self._sizes.of(group)
+            if size <= room:
                 room -= size
             else:
                 moved.append(group)
