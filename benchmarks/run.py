@@ -24,11 +24,17 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from inside import WORKLOADS as COMPARED
+from workloads import WORKLOADS
+
 from memfit.bench.machine import machine_facts
+from memfit.bench.workloads import SUITES
 from memfit.measure import turns
 
 HERE = Path(__file__).parent
-COMPILED = ("compile", "blocks", "checkpoint-compiled")  # systems worth compiling ahead
+# Systems worth compiling ahead.
+COMPILED = ("compile", "blocks", "checkpoint-compiled", "offload-flags")
+CELLS_AT_ONCE = 2  # of `memfit bench`, where runs go side by side
 COLD = ("setup",)  # what asks how long compiling takes must not find anything compiled
 GOES_ON = {"simulated": "pays"}  # in the file of another
 SPARE_S = 15.0  # for a script to end
@@ -52,10 +58,15 @@ class Run:
     @property
     def systems(self) -> list[tuple[str, str]]:
         """The workloads and peers whose compiled code is found again."""
-        if Path(self.words[0]).stem != "inside":
+        workloads, peers = _after("--only", self.words), _after("--peers", self.words)
+        if self.words[0] == "memfit":
+            suites = [SUITES[name] for name in _after("--suite", self.words)]
+            workloads = (w.name for suite in suites for w in suite.workloads)
+            peers = (peer for suite in suites for peer in suite.systems)
+        elif Path(self.words[0]).stem != "inside":
             return []
-        peers = [p for p in _after("--peers", self.words) if p.split(":")[0] in COMPILED]
-        return [(workload, peer) for workload in _after("--only", self.words) for peer in peers]
+        compiled = [peer for peer in peers if peer.split(":")[0] in COMPILED]
+        return [(name, peer) for name in workloads for peer in compiled if name in WORKLOADS]
 
 
 def read_runs(text: str) -> dict[str, Run]:
@@ -154,10 +165,10 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
     if arguments.ahead:
         tiny = ["--tiny"] if arguments.tiny else []
         script = str(HERE / "ahead.py")
-        for run in chosen:
-            for workload, peer in run.systems:
-                name = f"ahead-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
-                commands[name] = [sys.executable, script, workload, peer, *tiny], run.name
+        wanted = [(workload, peer, run.name) for run in chosen for workload, peer in run.systems]
+        for workload, peer, user in sorted(wanted, key=_longest_first):
+            name = f"ahead-{user}-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
+            commands[name] = [sys.executable, script, workload, peer, *tiny], user
     if not commands:
         return
     with ThreadPoolExecutor(max(arguments.ahead, 1) + arguments.tests) as pool:
@@ -169,6 +180,12 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
         }
         for name, start in starts.items():
             _say(name, start.result())
+
+
+def _longest_first(system: tuple[str, str, str]) -> float:
+    """By the seconds that the systems of a workload take; unknown ones last."""
+    *_, systems_s = COMPARED.get(system[0], (0,))
+    return -systems_s
 
 
 def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> bool:
@@ -185,6 +202,8 @@ def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> b
     more = ["--time-limit", f"{left_s:.0f}"]
     more += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     more += ["--tiny"] if arguments.tiny else []
+    if run.words[0] == "memfit" and run.name not in COLD and arguments.at_once > 1:
+        more += ["--at-once", str(CELLS_AT_ONCE)]
     _say(run.name, f"begun after {(time.monotonic() - begun) / 60:.1f} min")
     result = _run(run.command(output, more), run.name, arguments, end)
     _say(run.name, result)

@@ -283,7 +283,7 @@ def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -
     free = Request(None, float("inf"))
     candidates: list[tuple[Act, ...]] = [()]
     if simulator.recompute:
-        candidates = [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
+        candidates += [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
     if simulator.copy is not None:
         moved = choose_swap(simulator, free).acts
         fits = host_bytes is None or simulator.moved_bytes(moved) <= host_bytes

@@ -14,7 +14,8 @@ import run
 TABLE = """
 | name | question | command | minutes | results |
 |---|---|---|---|---|
-| `first` | ? | `benchmarks/inside.py --only rn50 'gpt2 bf16' --peers eager compile blocks` | 1 | |
+| `first` | ? | `benchmarks/inside.py --only resnet50@64 'gpt2@8x1024 bf16' \
+--peers eager compile blocks` | 1 | |
 | `second` | How? | `benchmarks/observe.py` | 2* | no |
 | `setup` | When? | `memfit bench transformers:gpt2 --systems compile` | 3 | no |
 """
@@ -67,7 +68,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
 
 def test_runs_go_in_the_order_of_the_table(started: Main) -> None:
     first, second, setup = started("--minutes", "10")
-    assert first[:4] == ["inside.py", "--only", "rn50", "gpt2 bf16"]
+    assert first[:4] == ["inside.py", "--only", "resnet50@64", "gpt2@8x1024 bf16"]
     assert second[:3] == ["observe.py", "-o", "second-cpu.json"]
     assert second[3] == "--time-limit" and 500 < float(second[4]) < 600
     assert setup[:4] == ["-m", "memfit", "bench", "transformers:gpt2"] and "--no-charts" in setup
@@ -88,11 +89,33 @@ def test_what_needs_no_quiet_goes_first(started: Main) -> None:
             ["-m", "pytest", "-q"],
             *(
                 ["ahead.py", workload, peer]
-                for workload in ("rn50", "gpt2 bf16")
+                for workload in ("resnet50@64", "gpt2@8x1024 bf16")
                 for peer in ("compile", "blocks")
             ),
         ]
     )
+
+
+def test_a_suite_is_compiled_ahead_too_the_longest_first() -> None:
+    runs = run.read_runs("| `all` | ? | `memfit bench --suite peers` | 1 | |")
+    systems = runs["all"].systems
+    assert ("resnet152@64", "compile:0.2") in systems and ("vit_b_16@64", "blocks") in systems
+    assert not {"eager", "checkpoint", "save-on-cpu"} & {peer for _, peer in systems}
+    ordered = sorted([(*pair, "all") for pair in systems], key=run._longest_first)
+    assert [name for name, *_ in ordered][::7] == [
+        "gpt2-large@8x1024 bf16",
+        "resnet152@64",
+        "vit_b_16@64",
+        "resnet50@64",
+        "encoder@256x128",
+    ]
+
+
+def test_side_by_side_a_suite_runs_some_cells_at_once(started: Main, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("| `all` | ? | `memfit bench --suite savings` | 1 | |")
+    (alone,) = started("all")
+    (beside,) = started("all", "--at-once", "3")
+    assert "--at-once" not in alone and beside[beside.index("--at-once") + 1] == "2"
 
 
 def test_side_by_side_each_has_a_cache_and_what_compiles_alone_goes_first(started: Main) -> None:
