@@ -227,6 +227,9 @@ def test_list_runs_nothing(memfit: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0 and not path.exists()
     assert "resnet50@64 | eager" in result.stdout
     assert "gpt2-large@8x1024 bf16 | memfit:40%" in result.stdout
+    assert "resnet152@64 | memfit:60% launch=graphs" in result.stdout
+    other = memfit("bench", "--list", "--device", "cpu", "--budgets", "50%", "-o", path)
+    assert "resnet152@64 | memfit:50%\n" in other.stdout and "launch=graphs\n" not in other.stdout
     assert "deepspeed-offload" in result.stdout
     words = ["encoder", "--systems", "memfit:60%,memfit-cut:40%", "--executor", "graph"]
     words += ["--allow", "+offload", "--json"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,9 +40,14 @@ def plan_cells(
     systems: Sequence[str],
     settings: Settings,
     only: Iterable[str] = (),
+    also: Mapping[str, Sequence[str]] | None = None,
 ) -> list[CellSpec]:
-    """Every workload under every system, checked; `only` are patterns of "WORKLOAD | SYSTEM"."""
+    """Every workload under every system, and under those that it has `also`, checked.
+
+    `only` are patterns of "WORKLOAD | SYSTEM".
+    """
     names = [check_system(system) for system in systems]
+    more = {name: [check_system(s) for s in found] for name, found in (also or {}).items()}
     for target in dict.fromkeys(w.target for w in workloads):
         check_target(target)
     names_of: dict[str, WorkloadSpec] = {}
@@ -57,7 +62,7 @@ def plan_cells(
     cells = [
         CellSpec(workload, system, settings.steps, settings.cap_bytes)
         for workload in workloads
-        for system in dict.fromkeys(names)
+        for system in dict.fromkeys([*names, *more.get(workload.name, ())])
     ]
     chosen = [c for c in cells if not patterns or any(_matches(c, p) for p in patterns)]
     if not chosen:

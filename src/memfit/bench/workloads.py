@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +18,13 @@ ZOOS = ("torchvision", "timm", "transformers")
 
 @dataclass(frozen=True)
 class Suite:
-    """Workloads, and the systems and memfit budgets they are run with unless others are named."""
+    """Workloads, and the systems and memfit budgets they are run with unless others are named;
+    some with more systems `also`, by their names."""
 
     workloads: tuple[WorkloadSpec, ...]
     systems: tuple[str, ...]
     budgets: tuple[str, ...]
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def named(spec: WorkloadSpec) -> WorkloadSpec:
@@ -48,6 +50,10 @@ def _of(target: str, batch: int | None = None, **options: int | str | None) -> W
 
 
 RESNET152, ENCODER = _of("torchvision:resnet152"), _of("encoder", seq=128)
+# What the host holds up is launched as CUDA graphs; what logits fill has its loss in tiles.
+_GRAPHS = ("memfit:60% launch=graphs", "memfit:40% launch=graphs")
+_TILES = ("memfit:60% allow=+tiled_loss", "memfit:40% allow=+tiled_loss")
+_STEPS = tuple(f"{system}+step_in_backward" for system in _TILES)
 SUITES = {
     "peers": Suite(
         (
@@ -59,6 +65,12 @@ SUITES = {
         ),
         PEERS,
         ("80%", "60%", "40%"),
+        {
+            "resnet50@64": _GRAPHS,
+            "resnet152@64": _GRAPHS,
+            "encoder@256x128": _TILES,
+            "gpt2-large@8x1024 bf16": _STEPS,
+        },
     ),
     "sweep": Suite(
         (*sized(RESNET152, (4, 8, 16, 32, 64)), *sized(ENCODER, (2, 4, 8, 16, 32, 64, 128, 256))),

@@ -66,7 +66,9 @@ class BenchOptions:
         workloads = self._workloads(suite)
         systems = self._systems(suite)
         more = [f"largest-batch:{self.largest_in}{self._how()}"] if self.largest_in else []
-        found = plan_cells(workloads, [*systems, *more], settings, self.only)
+        other = self.systems or self.budgets or self.allow or self.executor
+        also = {} if other else suite.also
+        found = plan_cells(workloads, [*systems, *more], settings, self.only, also)
         first = {w.series: w.name for w in reversed(workloads)}
         # A search over batch sizes is the same for all workloads of a series.
         chosen = [

@@ -47,7 +47,9 @@ def test_the_suites_are_those_of_the_specification():
     assert [w.batch for w in sweep if "encoder" in w.name] == [2, 4, 8, 16, 32, 64, 128, 256]
     assert [w.name for w in SUITES["savings"].workloads] == ["resnet50@16", "vit_b_16@16"]
     for suite in SUITES.values():
-        assert plan_cells(suite.workloads, suite.systems, SETTINGS)
+        cells = plan_cells(suite.workloads, suite.systems, SETTINGS, also=suite.also)
+        more = [(c.workload.name, c.system) for c in cells if c.system not in suite.systems]
+        assert more == [(name, system) for name in suite.also for system in suite.also[name]]
     with pytest.raises(UsageError, match="did you mean peers"):
         suite_of("peer")
 
