@@ -209,9 +209,9 @@ def _fastest(
     if goal.strategy != "optimal" or target is None or not _both(simulator):
         return _choose(simulator, goal, target, limit_s, known)
 
-    def choose(simulator: Simulator, strategy: str, share: float) -> Choice | None:
+    def choose(simulator: Simulator, strategy: str, share: float, enough_s: float) -> Choice | None:
         less = replace(goal, strategy=strategy, time_limit_s=share * goal.time_limit_s)
-        return _choose(simulator, less, target, limit_s)
+        return _choose(simulator, less, target, limit_s, enough_s=enough_s)
 
     return fastest_of_rivals(simulator, _request(simulator, goal, target, limit_s), choose)
 
@@ -227,16 +227,20 @@ def _choose(
     target: int | None,
     limit_s: float,
     known: Plan | None = None,
+    enough_s: float = float("inf"),
 ) -> Choice | None:
     """Ask the strategy; where the allocator's placement matters for less, or to trim.
 
     What `known` has that ran is taken at once where it would be whatever the search ended with.
+    A step that takes as long as `enough_s` before it is placed is not looked at any further.
     """
     strategy = STRATEGIES[goal.strategy]
     request = _request(simulator, goal, target, limit_s)
     first = strategy(simulator, request)
     if first is None or target is None:
         return first
+    if seconds(simulator, first) >= enough_s:
+        return None
     if known is not None and first.note is None:
         least_s = simulator.profile.step_s + first.lower_bound_s
         ran = _ran(simulator, known, first, request, least_s)

@@ -8,7 +8,7 @@ sooner. The fastest of all is then made faster by single changes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.planning import optimal
@@ -17,7 +17,7 @@ from memfit.planning.improve import improved
 from memfit.planning.placed import held_bytes, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import INTERRUPTED, choose_optimal
+from memfit.planning.strategies import INTERRUPTED, solve_optimal
 
 STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
 # Shares of the time limit; to recompute alone matters most.
@@ -27,8 +27,9 @@ OVERRUN = 2.0  # times the limit: then it is not solved again
 AS_FAST = 1e-3  # less of the step's time does not matter
 FAR = 0.02  # above what is proven: then both together are asked again and again
 
-# The choice of a strategy for a simulator, in a share of the time limit.
-Choose = Callable[[Simulator, str, float], Choice | None]
+# The choice of a strategy for a simulator, in a share of the time limit; None where it takes as
+# long as so many seconds, wherever it is placed.
+Choose = Callable[[Simulator, str, float, float], Choice | None]
 
 
 def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) -> Choice | None:
@@ -42,9 +43,17 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     holding = [choice for choice in together if _keeps(simulator, choice, request)]
     if holding and together[-1].note == INTERRUPTED:
         return holding[-1]
-    for rival in _rivals(simulator, choose):
-        if _keeps(simulator, rival, request):
+
+    def add(rival: Choice | None) -> None:
+        if rival is not None and _keeps(simulator, rival, request):
             holding.append(replace(rival, lower_bound_s=bound_s))
+
+    def best_s() -> float:
+        return min((seconds(simulator, choice) for choice in holding), default=float("inf"))
+
+    add(_alone(simulator, "recompute", RECOMPUTE, choose, float("inf")))
+    for strategy in STRATEGIES:
+        add(choose(simulator, strategy, SIMPLE, best_s()))
     solved = together and all(choice.note != INTERRUPTED for choice in together)
     if solved and holding and together[-1] not in holding:
         far_s = (1 + FAR) * (simulator.profile.step_s + bound_s)
@@ -53,11 +62,9 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
         if _best(simulator, holding).trim:  # as it pays: then for both together, too
             holding += _tighter(simulator, request, replace(together[0], trim=True))
     proven_s = (1 + AS_FAST) * (simulator.profile.step_s + bound_s)
-    if not any(seconds(simulator, choice) <= proven_s for choice in holding):
+    if best_s() > proven_s:
         # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
-        moved = _alone(simulator, "offload", OFFLOAD, choose)
-        if moved is not None and _keeps(simulator, moved, request):
-            holding.append(replace(moved, lower_bound_s=bound_s))
+        add(_alone(simulator, "offload", OFFLOAD, choose, best_s()))
     return made_faster(simulator, _best(simulator, holding), request) if holding else None
 
 
@@ -105,14 +112,14 @@ def _together(simulator: Simulator, request: Request) -> list[Choice]:
     shorter = replace(request, time_limit_s=TOGETHER * request.time_limit_s)
     optimal.candidates(simulator)  # made once, whoever asks
     begun = time.process_time()
-    first = choose_optimal(simulator, shorter)
+    first = solve_optimal(simulator, shorter)
     if first is None or holds(simulator, first, request.budget):
         return [] if first is None else [first]
     # The solver looks at the clock between its steps only, and some are long.
     if time.process_time() - begun > OVERRUN * shorter.time_limit_s:
         return [first]
     added = held_bytes(simulator, first.acts) - simulator.peak_bytes(first.acts)
-    second = choose_optimal(simulator, replace(shorter, budget=request.budget - added))
+    second = solve_optimal(simulator, replace(shorter, budget=request.budget - added))
     if second is None:
         return [first]
     return [first, replace(second, lower_bound_s=first.lower_bound_s)]
@@ -125,7 +132,7 @@ def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choi
     """
 
     def ask(request: Request) -> list[Choice]:
-        found = choose_optimal(simulator, request)
+        found = solve_optimal(simulator, request)
         return [] if found is None else [found]
 
     longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
@@ -133,21 +140,13 @@ def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choi
     return [choice for choice in known if _keeps(simulator, choice, request)]
 
 
-def _rivals(simulator: Simulator, choose: Choose) -> Iterator[Choice]:
-    """What recomputing finds by itself, and the simple strategies."""
-    recomputed = _alone(simulator, "recompute", RECOMPUTE, choose)
-    if recomputed is not None:
-        yield recomputed
-    for strategy in STRATEGIES:
-        choice = choose(simulator, strategy, SIMPLE)
-        if choice is not None:
-            yield choice
-
-
-def _alone(simulator: Simulator, technique: str, share: float, choose: Choose) -> Choice | None:
+def _alone(
+    simulator: Simulator, technique: str, share: float, choose: Choose, enough_s: float
+) -> Choice | None:
     """What is found for one technique; a table is filled soon enough."""
     source = simulator.only(technique)
-    choice = choose(source, "optimal", 1.0 if optimal.is_quick(source) else share)
+    share = 1.0 if optimal.is_quick(source) else share
+    choice = choose(source, "optimal", share, enough_s)
     return None if choice is None else translated(choice, source, simulator)
 
 

@@ -71,6 +71,16 @@ def choose_swap(simulator: Simulator, request: Request) -> Choice:
 
 def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
     """The least recompute that meets the budget, with a proven bound."""
+    return _solved(simulator, request, choose_mutwo)
+
+
+def solve_optimal(simulator: Simulator, request: Request) -> Choice | None:
+    """The same, where other strategies are asked anyway."""
+    return _solved(simulator, request, None)
+
+
+def _solved(simulator: Simulator, request: Request, rival: Strategy | None) -> Choice | None:
+    """What the solver finds; where its program is hard, what a `rival` finds, if that is better."""
     if request.budget is None:
         smallest = optimal.smallest(
             simulator, time_limit_s=request.time_limit_s, host_bytes=request.host_bytes
@@ -89,10 +99,9 @@ def choose_optimal(simulator: Simulator, request: Request) -> Choice | None:
         if best is None:
             raise
         return Choice(best, note=INTERRUPTED)
-    moves = simulator.copy is not None
-    if moves and (solution is None or _far_from_bound(simulator, solution)):
-        # Copies make the program hard: another way to look for a plan may have been luckier.
-        best = _better_of(simulator, best, choose_mutwo(simulator, request), request)
+    hard = simulator.copy is not None  # with copies
+    if hard and rival is not None and (solution is None or _far_from_bound(simulator, solution)):
+        best = _better_of(simulator, best, rival(simulator, request), request)
     if best is not None and (solution is None or solution.stopped):
         best = fill_up(
             simulator, best, lambda acts: _keeps(simulator, acts, request), request.budget

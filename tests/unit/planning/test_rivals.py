@@ -14,8 +14,9 @@ from memfit.planning import optimal
 from memfit.planning.acts import Act, calls_of
 from memfit.planning.improve import improved
 from memfit.planning.make_plan import Goal, make_plan, minimum_feasible
-from memfit.planning.request import Choice
-from memfit.planning.rivals import translated
+from memfit.planning.placed import seconds
+from memfit.planning.request import Choice, Request
+from memfit.planning.rivals import fastest_of_rivals, translated
 from memfit.planning.simulate import Simulator
 
 Profiles = Callable[..., st.SearchStrategy[Profile]]
@@ -92,3 +93,20 @@ def test_what_one_technique_chooses_means_the_same_with_both(chain: Build) -> No
     same = translated(Choice(found.acts), alone, both)
     assert both.peak_bytes(same.acts) == alone.peak_bytes(found.acts)
     assert both.step_seconds(same.acts) == alone.step_seconds(found.acts)
+
+
+def test_a_strategy_is_asked_for_less_than_what_is_known(chain: Build) -> None:
+    simulator = Simulator(_with_copies(chain(8), 4.0), techniques=BOTH)
+    budget = simulator.peak_bytes([(0, 0), (1, 1)])
+    recomputed = Choice(((0, 0), (1, 1)))
+    known_s = seconds(simulator, recomputed)
+    asked: list[tuple[str, float]] = []
+
+    def choose(_: Simulator, strategy: str, __: float, enough_s: float) -> Choice | None:
+        asked.append((strategy, enough_s))
+        return recomputed if strategy == "optimal" else None
+
+    found = fastest_of_rivals(simulator, Request(budget, float("inf")), choose)
+    assert found is not None and seconds(simulator, found) <= known_s
+    assert asked[0] == ("optimal", float("inf"))
+    assert len(asked) > 5 and all(enough_s <= known_s for _, enough_s in asked[1:])
