@@ -81,6 +81,18 @@ def test_a_plan_holds_its_budget_and_is_predicted(run, eager):
     assert cell.peak_bytes < eager.peak_bytes
 
 
+def test_a_plan_is_launched_as_cuda_graphs_where_the_host_holds_it_up(run):
+    pytest.importorskip("torchvision")
+    resnet = named(WorkloadSpec("", "torchvision:resnet18", 8, device="cuda"))
+    cells = [run(f"memfit:80%{how}", workload=resnet) for how in ("", " launch=graphs")]
+    assert [cell.status for cell in cells] == [OK, OK], [cell.reason for cell in cells]
+    _, graphed = cells
+    assert graphed.planned.numbers_agree
+    assert graphed.planned.measured_reserved_bytes <= graphed.planned.budget_bytes
+    assert not any("not launched" in note for note in graphed.planned.notes)
+    assert graphed.ratio < cells[0].ratio
+
+
 def test_under_a_cap_the_eager_step_is_out_of_memory_and_a_plan_is_not(run, eager):
     cap = int(0.7 * eager.reserved_bytes)
     assert run("eager", cap).status == OUT_OF_MEMORY

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class SharedProfiles:
         path = self._path(how)
         if path is None:
             return
-        beside = path.with_suffix(".part")
+        beside = path.with_suffix(f".{os.getpid()}.part")  # others may be at it
         beside.write_text(json.dumps(to_data(Found(self.system, profile))), encoding="utf-8")
         beside.replace(path)  # a cell may be ended at any moment
 
