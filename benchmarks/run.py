@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from inside import WORKLOADS as COMPARED
@@ -61,7 +62,13 @@ class Run:
         workloads, peers = _after("--only", self.words), _after("--peers", self.words)
         if self.words[0] == "memfit":
             suites = [SUITES[name] for name in _after("--suite", self.words)]
-            workloads = (w.name for suite in suites for w in suite.workloads)
+            patterns = ",".join(_after("--workloads", self.words)) or "*"
+            workloads = (
+                workload.name
+                for suite in suites
+                for workload in suite.workloads
+                if any(fnmatchcase(workload.name, pattern) for pattern in patterns.split(","))
+            )
             peers = (peer for suite in suites for peer in suite.systems)
         elif Path(self.words[0]).stem != "inside":
             return []

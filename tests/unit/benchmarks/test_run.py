@@ -109,6 +109,9 @@ def test_a_suite_is_compiled_ahead_too_the_longest_first() -> None:
         "resnet50@64",
         "encoder@256x128",
     ]
+    some = "| `all` | ? | `memfit bench --suite peers --workloads 'gpt2*,vit*'` | 1 | |"
+    names = {name for name, _ in run.read_runs(some)["all"].systems}
+    assert names == {"gpt2-large@8x1024 bf16", "vit_b_16@64"}
 
 
 def test_side_by_side_a_suite_runs_some_cells_at_once(started: Main, tmp_path: Path) -> None:
