@@ -37,10 +37,10 @@ def test_both_together_are_asked_until_pages_need_not_be_given_back(
     def asked(simulator: Simulator, request: Request) -> Choice:
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
-    def alone(source: Simulator, strategy: str, share: float) -> Choice | None:
+    def alone(_: Simulator, strategy: str, share: float, enough_s: float) -> Choice | None:
         return trimmed if strategy == "all" else None
 
-    monkeypatch.setattr(rivals, "choose_optimal", asked)
+    monkeypatch.setattr(rivals, "solve_optimal", asked)
     found = rivals.fastest_of_rivals(simulator, request, alone)
     assert found is not None and not found.trim
     assert holds(simulator, found, BUDGET)
@@ -58,10 +58,10 @@ def test_both_together_give_pages_back_where_that_pays_for_one_alone(
     assert kept is not None and not holds(simulator, kept, budget)
     assert holds(simulator, replace(kept, trim=True), budget)
 
-    def alone(source: Simulator, strategy: str, share: float) -> Choice | None:
+    def alone(_: Simulator, strategy: str, share: float, enough_s: float) -> Choice | None:
         return trimmed if strategy == "all" else None
 
-    monkeypatch.setattr(rivals, "choose_optimal", lambda simulator, request: kept)
+    monkeypatch.setattr(rivals, "solve_optimal", lambda simulator, request: kept)
     monkeypatch.setattr(rivals, "made_faster", lambda simulator, choice, request: choice)
     found = rivals.fastest_of_rivals(simulator, request, alone)
     assert found is not None and found.trim
