@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from memfit.planning.acts import Act
+from memfit.planning import optimal
+from memfit.planning.acts import Act, calls_of
 from memfit.planning.improve import Acts, changes, costs
+from memfit.planning.placed import fastest_holding, held_bytes, holds, seconds
+from memfit.planning.request import Choice
 from memfit.planning.simulate import Simulator
 
 MAX_CHANGES = 12
+NEAREST = 3  # choices that miss by least are mended
+MAX_LOOKS = 60  # at placements, for all of them
 
 Held = Callable[[Sequence[Act]], int]  # the bytes that a budget must cover
 
@@ -56,3 +62,28 @@ def mended(
         _, now, now_bytes = best
         now_s = simulator.step_seconds(now)
     return None
+
+
+def nearest_mended(
+    simulator: Simulator, known: Sequence[Choice], budget: int, *, trim: bool
+) -> list[Choice]:
+    """Of choices that are `known` those that miss the budget by least, mended; to `trim` or not."""
+
+    def held(acts: Sequence[Act]) -> int:
+        return held_bytes(simulator, acts, trim)
+
+    best = fastest_holding(simulator, known, budget)
+    enough_s = math.inf if best is None else seconds(simulator, best)
+    missing = {
+        choice.acts: (held(choice.acts), choice)
+        for choice in known
+        if not holds(simulator, choice, budget) and seconds(simulator, choice) < enough_s
+    }
+    single = [act for act in optimal.candidates(simulator) if len(calls_of(act)) == 1]
+    tries = iter(range(MAX_LOOKS))
+    found: list[Choice] = []
+    for acts in sorted(missing, key=lambda acts: missing[acts][0])[:NEAREST]:
+        changed = mended(simulator, acts, single, held, budget, tries, enough_s)
+        if changed is not None:
+            found.append(replace(missing[acts][1], acts=changed, trim=trim))
+    return found

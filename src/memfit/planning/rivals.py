@@ -14,14 +14,15 @@ from dataclasses import replace
 from memfit.planning import optimal
 from memfit.planning.acts import Act, Pick
 from memfit.planning.improve import improved
-from memfit.planning.placed import held_bytes, holds, seconds, tightened
+from memfit.planning.mend import nearest_mended
+from memfit.planning.placed import TIGHTENING, held_bytes, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import INTERRUPTED, solve_optimal
+from memfit.planning.strategies import INTERRUPTED, OUT_OF_TIME, solve_optimal
 
 STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
 # Shares of the time limit; to recompute alone matters most.
-RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 2.0
+RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 3.0
 IMPROVING_S = 2.0
 OVERRUN = 2.0  # times the limit: then it is not solved again
 AS_FAST = 1e-3  # less of the step's time does not matter
@@ -55,12 +56,17 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     for strategy in STRATEGIES:
         add(choose(simulator, strategy, SIMPLE, best_s()))
     solved = together and all(choice.note != INTERRUPTED for choice in together)
-    if solved and holding and together[-1] not in holding:
-        far_s = (1 + FAR) * (simulator.profile.step_s + bound_s)
-        if seconds(simulator, _best(simulator, holding)) > far_s:
-            holding += _tighter(simulator, request, together[0])
+    if solved and holding and best_s() > (1 + FAR) * (simulator.profile.step_s + bound_s):
+        first = together[0]
+        if _ran_out(first):
+            first = _solved_longer(simulator, request) or first
+        bound_s = max(first.lower_bound_s, bound_s)
+        far = best_s() > (1 + FAR) * (simulator.profile.step_s + bound_s)
+        if far and not _ran_out(first):  # else it would again
+            holding += _tighter(simulator, request, first)
         if _best(simulator, holding).trim:  # as it pays: then for both together, too
-            holding += _tighter(simulator, request, replace(together[0], trim=True))
+            holding += _tighter(simulator, request, replace(first, trim=True))
+        holding = [replace(choice, lower_bound_s=bound_s) for choice in holding]
     proven_s = (1 + AS_FAST) * (simulator.profile.step_s + bound_s)
     if best_s() > proven_s:
         # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
@@ -125,18 +131,33 @@ def _together(simulator: Simulator, request: Request) -> list[Choice]:
     return [first, replace(second, lower_bound_s=first.lower_bound_s)]
 
 
+def _ran_out(choice: Choice) -> bool:
+    """Whether the solver had too little time for it."""
+    return choice.note is not None and choice.note.startswith(OUT_OF_TIME)
+
+
+def _solved_longer(simulator: Simulator, request: Request) -> Choice | None:
+    """What the program of both finds in as much time as each of its tightenings has."""
+    time_limit_s = TIGHTENING * TIGHTER * request.time_limit_s
+    return solve_optimal(simulator, replace(request, time_limit_s=time_limit_s))
+
+
 def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choice]:
-    """What the program of both finds for less and less, until that holds where it is placed.
+    """What the program of both finds for less and less, until that holds where it is placed, and
+    what misses by little, mended.
 
     Recomputing alone may have to give pages back in every step where moving does not.
     """
 
     def ask(request: Request) -> list[Choice]:
-        found = solve_optimal(simulator, request)
+        soon = replace(request, time_limit_s=2 / 3 * request.time_limit_s)  # and once more
+        found = solve_optimal(simulator, soon)
         return [] if found is None else [found]
 
+    assert request.budget is not None
     longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
     known = tightened(simulator, ask, longer, [first])
+    known += nearest_mended(simulator, known, request.budget, trim=first.trim)
     return [choice for choice in known if _keeps(simulator, choice, request)]
 
 

@@ -107,14 +107,15 @@ def _solved(simulator: Simulator, request: Request, rival: Strategy | None) -> C
             simulator, best, lambda acts: _keeps(simulator, acts, request), request.budget
         )
     if solution is None:
-        return None if best is None else Choice(best, note="the solver ran out of time")
+        return None if best is None else Choice(best, note=OUT_OF_TIME)
     if best is not None and simulator.step_seconds(best) < simulator.step_seconds(solution.acts):
         return Choice(best, solution.lower_bound_s)
-    note = "the solver ran out of time: a better plan may exist" if solution.stopped else None
+    note = f"{OUT_OF_TIME}: a better plan may exist" if solution.stopped else None
     return Choice(solution.acts, solution.lower_bound_s, note)
 
 
 WORTH_A_LOOK = 1e-3  # of the step's time
+OUT_OF_TIME = "the solver ran out of time"
 INTERRUPTED = "the solver was interrupted: best plan found so far, no bound"
 
 STRATEGIES: dict[str, Strategy] = {

@@ -15,8 +15,8 @@ from dataclasses import replace
 from memfit.planning import optimal
 from memfit.planning.acts import Act, calls_of
 from memfit.planning.few_variants import of_most_used
-from memfit.planning.mend import mended
-from memfit.planning.placed import fastest_holding, filled_up, held_bytes, holds, seconds, tightened
+from memfit.planning.mend import nearest_mended
+from memfit.planning.placed import fastest_holding, filled_up, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.rivals import made_faster
 from memfit.planning.simulate import Simulator
@@ -25,8 +25,6 @@ from memfit.planning.strategies import STRATEGIES, choose_interval
 NEAR = 0.005  # of the bound: nearer than this no other way to a plan is tried
 # The same as long as fused variants have not run: what they take is only reckoned, and off by more.
 NEAR_A_GUESS = 0.01
-MENDED = 3  # choices that miss by least are mended
-MAX_MENDING = 60  # placements to look at for that
 
 
 def well_placed(
@@ -115,21 +113,6 @@ def _mended(
     simulator: Simulator, request: Request, choice: Choice, known: Sequence[Choice]
 ) -> list[Choice]:
     """The choices that miss by least, mended."""
-    budget = request.budget
-    assert budget is not None
-
-    def held(acts: Sequence[Act]) -> int:
-        return held_bytes(simulator, acts, choice.trim)
-
-    best = fastest_holding(simulator, known, budget)
-    enough_s = float("inf") if best is None else seconds(simulator, best)
-    missing = {
-        found.acts: held(found.acts)
-        for found in known
-        if not holds(simulator, found, budget) and seconds(simulator, found) < enough_s
-    }
-    single = [act for act in optimal.candidates(simulator) if len(calls_of(act)) == 1]
-    tries = iter(range(MAX_MENDING))
-    nearest = sorted(missing, key=lambda acts: missing[acts])[:MENDED]
-    found = [mended(simulator, acts, single, held, budget, tries, enough_s) for acts in nearest]
-    return [replace(choice, acts=acts) for acts in found if acts is not None]
+    assert request.budget is not None
+    found = nearest_mended(simulator, known, request.budget, trim=choice.trim)
+    return [replace(choice, acts=mended.acts) for mended in found]
