@@ -75,15 +75,15 @@ def nearest_mended(
     best = fastest_holding(simulator, known, budget)
     enough_s = math.inf if best is None else seconds(simulator, best)
     missing = {
-        choice.acts: (held(choice.acts), choice)
+        choice.acts: choice
         for choice in known
         if not holds(simulator, choice, budget) and seconds(simulator, choice) < enough_s
     }
     single = [act for act in optimal.candidates(simulator) if len(calls_of(act)) == 1]
     tries = iter(range(MAX_LOOKS))
     found: list[Choice] = []
-    for acts in sorted(missing, key=lambda acts: missing[acts][0])[:NEAREST]:
+    for acts in sorted(missing, key=held)[:NEAREST]:
         changed = mended(simulator, acts, single, held, budget, tries, enough_s)
         if changed is not None:
-            found.append(replace(missing[acts][1], acts=changed, trim=trim))
+            found.append(replace(missing[acts], acts=changed, trim=trim))
     return found

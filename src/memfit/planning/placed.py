@@ -36,11 +36,16 @@ def seconds(simulator: Simulator, choice: Choice) -> float:
 
 
 def tightened(
-    simulator: Simulator, ask: Asked, request: Request, choices: Sequence[Choice]
+    simulator: Simulator,
+    ask: Asked,
+    request: Request,
+    choices: Sequence[Choice],
+    each: float = TIGHTENING,
 ) -> list[Choice]:
     """Ask for less until the allocator, too, stays under the budget, then for as much as it can.
 
-    All choices that were found, whether they hold or not.
+    All choices that were found, whether they hold or not; `each` is the share of the time that one
+    may take.
 
     `choices` are those for the budget itself. How well a choice is placed goes up and down: between
     the budget and what holds, the search comes down from above by small steps. What was proven for
@@ -49,7 +54,7 @@ def tightened(
     target, first = request.budget, choices[0]
     assert target is not None
     known, tries = list(choices), iter(range(MAX_TIGHTENINGS))
-    one_s = TIGHTENING * request.time_limit_s
+    one_s = each * request.time_limit_s
     # Other processes may be busy.
     deadline = time.process_time() + TIGHTENINGS * request.time_limit_s
 

@@ -15,7 +15,7 @@ from memfit.planning import optimal
 from memfit.planning.acts import Act, Pick
 from memfit.planning.improve import improved
 from memfit.planning.mend import nearest_mended
-from memfit.planning.placed import TIGHTENING, held_bytes, holds, seconds, tightened
+from memfit.planning.placed import held_bytes, holds, seconds, tightened
 from memfit.planning.request import Choice, Request
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import INTERRUPTED, OUT_OF_TIME, solve_optimal
@@ -23,6 +23,7 @@ from memfit.planning.strategies import INTERRUPTED, OUT_OF_TIME, solve_optimal
 STRATEGIES = ("mutwo", "swap", "ratio", "interval", "all")
 # Shares of the time limit; to recompute alone matters most.
 RECOMPUTE, OFFLOAD, SIMPLE, TOGETHER, TIGHTER = 0.6, 0.3, 0.2, 0.3, 3.0
+EACH = 0.25  # of the last, for one of its solutions
 IMPROVING_S = 2.0
 OVERRUN = 2.0  # times the limit: then it is not solved again
 AS_FAST = 1e-3  # less of the step's time does not matter
@@ -138,7 +139,7 @@ def _ran_out(choice: Choice) -> bool:
 
 def _solved_longer(simulator: Simulator, request: Request) -> Choice | None:
     """What the program of both finds in as much time as each of its tightenings has."""
-    time_limit_s = TIGHTENING * TIGHTER * request.time_limit_s
+    time_limit_s = EACH * TIGHTER * request.time_limit_s
     return solve_optimal(simulator, replace(request, time_limit_s=time_limit_s))
 
 
@@ -150,13 +151,12 @@ def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choi
     """
 
     def ask(request: Request) -> list[Choice]:
-        soon = replace(request, time_limit_s=2 / 3 * request.time_limit_s)  # and once more
-        found = solve_optimal(simulator, soon)
+        found = solve_optimal(simulator, request)
         return [] if found is None else [found]
 
     assert request.budget is not None
     longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
-    known = tightened(simulator, ask, longer, [first])
+    known = tightened(simulator, ask, longer, [first], EACH)
     known += nearest_mended(simulator, known, request.budget, trim=first.trim)
     return [choice for choice in known if _keeps(simulator, choice, request)]
 
