@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
         tiny = ["--tiny"] if arguments.tiny else []
         script = str(HERE / "ahead.py")
         wanted = [(workload, peer, run.name) for run in chosen for workload, peer in run.systems]
-        for workload, peer, user in sorted(wanted, key=_longest_first):
+        for workload, peer, user in _mixed(wanted):
             name = f"ahead-{user}-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
             commands[name] = [sys.executable, script, workload, peer, *tiny], user
     if not commands:
@@ -189,10 +190,18 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
             _say(name, start.result())
 
 
-def _longest_first(system: tuple[str, str, str]) -> float:
-    """By the seconds that the systems of a workload take; unknown ones last."""
-    *_, systems_s = COMPARED.get(system[0], (0,))
-    return -systems_s
+def _mixed(systems: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """One of each workload in turn, as many of the largest at once have no room on the device.
+
+    Those that take longest go first; unknown ones last.
+    """
+    places: Counter[str] = Counter()
+    placed = []
+    for system in systems:
+        *_, systems_s = COMPARED.get(system[0], (0,))
+        placed.append((places[system[0]], -systems_s, system))
+        places[system[0]] += 1
+    return [system for *_, system in sorted(placed, key=lambda entry: entry[:2])]
 
 
 def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import run
+import torch
 
 TABLE = """
 | name | question | command | minutes | results |
@@ -96,13 +97,14 @@ def test_what_needs_no_quiet_goes_first(started: Main) -> None:
     )
 
 
-def test_a_suite_is_compiled_ahead_too_the_longest_first() -> None:
+def test_a_suite_is_compiled_ahead_too_of_each_workload_one_the_longest_first() -> None:
     runs = run.read_runs("| `all` | ? | `memfit bench --suite peers` | 1 | |")
     systems = runs["all"].systems
     assert ("resnet152@64", "compile:0.2") in systems and ("vit_b_16@64", "blocks") in systems
     assert not {"eager", "checkpoint", "save-on-cpu"} & {peer for _, peer in systems}
-    ordered = sorted([(*pair, "all") for pair in systems], key=run._longest_first)
-    assert [name for name, *_ in ordered][::7] == [
+    ordered = run._mixed([(*pair, "all") for pair in systems])
+    assert {peer for _, peer, _ in ordered[:5]} == {"compile"}
+    assert [name for name, *_ in ordered][5:10] == [
         "gpt2-large@8x1024 bf16",
         "resnet152@64",
         "vit_b_16@64",
@@ -162,3 +164,21 @@ def test_compiling_ahead(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["ahead.py", "encoder@256x128", "eager", "--tiny"])
     ahead.main()
     assert "encoder@256x128, eager: compiled in" in capsys.readouterr().err
+
+
+def test_compiling_ahead_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ahead
+
+    monkeypatch.setattr(ahead, "PATIENCE_S", 0.0)
+    room = iter([torch.OutOfMemoryError(), torch.OutOfMemoryError(), None])
+
+    def step() -> None:
+        if error := next(room):
+            raise error
+
+    ahead._patiently(step)
+    assert not list(room)
+    monkeypatch.setattr(ahead, "TRIES", 0)
+    room = iter([torch.OutOfMemoryError()])
+    with pytest.raises(torch.OutOfMemoryError):
+        ahead._patiently(step)
