@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed and told is not None:
         told.write_line(f"\n{report.nodeid}\n{report.longreprtext[-LONGEST:]}")
     return report
+
+
+@pytest.fixture(autouse=True)
+def pages_of_its_own() -> None:
+    """A test's model must not lie scattered over what earlier ones left: it is there all along."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

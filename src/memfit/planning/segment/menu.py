@@ -90,7 +90,7 @@ def frontier(
     Gaps between the corners of the hull are filled where most may be won, while time is left; not
     those where less than the share `worth` of all there is may be.
     """
-    deadline = time.monotonic() + time_limit_s
+    deadline = time.process_time() + time_limit_s
     points = hull(choices)
     first, last = points[0], points[-1]
     least = worth * _Gap(first.bytes, last.bytes, first.seconds, last.seconds).area
@@ -108,7 +108,7 @@ def frontier(
         gaps.remove(gap)
         cap = (gap.high + gap.low) // 2
         program = program or CappedProgram(choices)
-        point = program.solve(cap, deadline - time.monotonic())
+        point = program.solve(cap, deadline - time.process_time())
         if point is None:
             break
         found.append(point)
