@@ -31,6 +31,7 @@ from workloads import WORKLOADS
 
 from memfit.bench.machine import machine_facts
 from memfit.bench.workloads import SUITES
+from memfit.ir.bench import BenchReport
 from memfit.measure import turns
 
 HERE = Path(__file__).parent
@@ -173,7 +174,12 @@ def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -
     if arguments.ahead:
         tiny = ["--tiny"] if arguments.tiny else []
         script = str(HERE / "ahead.py")
-        wanted = [(workload, peer, run.name) for run in chosen for workload, peer in run.systems]
+        wanted = [
+            (workload, peer, run.name)
+            for run in chosen
+            for workload, peer in run.systems
+            if f"{workload} | {peer}" not in _measured(run, arguments)
+        ]
         for workload, peer, user in _mixed(wanted):
             name = f"ahead-{user}-{workload}-{peer}".translate(str.maketrans(" :@", "---"))
             commands[name] = [sys.executable, script, workload, peer, *tiny], user
@@ -199,9 +205,17 @@ def _mixed(systems: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]
     placed = []
     for system in systems:
         *_, systems_s = COMPARED.get(system[0], (0,))
-        placed.append((places[system[0]], -systems_s, system))
+        placed.append((systems_s == 0, places[system[0]], -systems_s, system))
         places[system[0]] += 1
-    return [system for *_, system in sorted(placed, key=lambda entry: entry[:2])]
+    return [system for *_, system in sorted(placed, key=lambda entry: entry[:3])]
+
+
+def _measured(run: Run, arguments: argparse.Namespace) -> set[str]:
+    """The cells that an earlier run of a suite has measured, which are not compiled for again."""
+    output = _output(run, arguments)
+    if run.words[0] != "memfit" or not output.exists():
+        return set()
+    return {cell.key for cell in BenchReport.load(output).cells if cell.ok}
 
 
 def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> bool:
@@ -212,9 +226,7 @@ def _ran(run: Run, arguments: argparse.Namespace, begun: float, end: float) -> b
     if arguments.tiny and run.words[0] == "memfit":
         _say(run.name, "has no tiny models")
         return True
-    output = arguments.folder / f"{GOES_ON.get(run.name, run.name)}-{_machine()}.json"
-    if arguments.tiny:
-        output = output.with_name(f"tiny-{output.name}")
+    output = _output(run, arguments)
     more = ["--time-limit", f"{left_s:.0f}"]
     more += [] if arguments.steps is None else ["--steps", str(arguments.steps)]
     more += ["--tiny"] if arguments.tiny else []
@@ -254,6 +266,13 @@ def _run(
             leave()
     how = "ended well" if code == 0 else f"failed with {code}"
     return f"{how} after {time.monotonic() - begun:.0f} s"
+
+
+def _output(run: Run, arguments: argparse.Namespace) -> Path:
+    """Where a run's report lies."""
+    folder: Path = arguments.folder
+    tiny = "tiny-" if arguments.tiny else ""
+    return folder / f"{tiny}{GOES_ON.get(run.name, run.name)}-{_machine()}.json"
 
 
 def _cache(name: str, arguments: argparse.Namespace) -> Path:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memfit.bench.workloads import SUITES
 from memfit.targets import resolve_target
 from memfit.workload import Workload
 
@@ -16,6 +17,16 @@ def _text(name: str, batch: int, seq: int, **more: Any) -> Target:
     return f"transformers:{name}", {"batch": batch, "seq": seq, "dtype": "bf16", **more}
 
 
+def _of_suites() -> dict[str, Target]:
+    """The workloads of `memfit bench`."""
+    found: dict[str, Target] = {}
+    for spec in (spec for suite in SUITES.values() for spec in suite.workloads):
+        options = {"batch": spec.batch, "seq": spec.seq, "dtype": spec.dtype}
+        given = {name: value for name, value in options.items() if value is not None}
+        found[spec.name] = (spec.target, given)
+    return found
+
+
 _SMALL_ENCODER = {
     "n_layer": "8",
     "n_embd": "256",
@@ -23,7 +34,7 @@ _SMALL_ENCODER = {
     "n_ff": "1024",
     "vocab_size": "2000",
 }
-WORKLOADS: dict[str, Target] = {
+WORKLOADS: dict[str, Target] = _of_suites() | {
     "resnet50@16": ("torchvision:resnet50", {"batch": 16}),
     "resnet50@32": ("torchvision:resnet50", {"batch": 32}),
     "resnet50@64": ("torchvision:resnet50", {"batch": 64}),

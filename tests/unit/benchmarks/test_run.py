@@ -12,6 +12,8 @@ import pytest
 import run
 import torch
 
+from memfit.ir.bench import FAILED, OK, BenchReport, Cell
+
 TABLE = """
 | name | question | command | minutes | results |
 |---|---|---|---|---|
@@ -114,6 +116,17 @@ def test_a_suite_is_compiled_ahead_too_of_each_workload_one_the_longest_first() 
     some = "| `all` | ? | `memfit bench --suite peers --workloads 'gpt2*,vit*'` | 1 | |"
     names = {name for name, _ in run.read_runs(some)["all"].systems}
     assert names == {"gpt2-large@8x1024 bf16", "vit_b_16@64"}
+
+
+def test_what_a_suite_has_measured_is_not_compiled_for_again(started: Main, tmp_path: Path) -> None:
+    suite = "memfit bench --suite sweep --workloads 'encoder@2x*,encoder@4x*'"
+    (tmp_path / "README.md").write_text(f"| `some` | ? | `{suite}` | 1 | |")
+    cells = [Cell("encoder@2x128", "compile", OK), Cell("encoder@4x128", "compile", FAILED)]
+    report = BenchReport({"device": "cpu"}, {}, cells=tuple(cells))
+    (tmp_path / "out").mkdir()
+    report.save(tmp_path / "out/some-cpu.json")
+    *ahead, _ = started("some", "--ahead", "2")
+    assert [command[:3] for command in ahead] == [["ahead.py", "encoder@4x128", "compile"]]
 
 
 def test_side_by_side_a_suite_runs_some_cells_at_once(started: Main, tmp_path: Path) -> None:
