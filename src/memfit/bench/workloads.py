@@ -50,10 +50,11 @@ def _of(target: str, batch: int | None = None, **options: int | str | None) -> W
 
 
 RESNET152, ENCODER = _of("torchvision:resnet152"), _of("encoder", seq=128)
-# What the host holds up is launched as CUDA graphs; what logits fill has its loss in tiles.
-_GRAPHS = ("memfit:60% launch=graphs", "memfit:40% launch=graphs")
-_TILES = ("memfit:60% allow=+tiled_loss", "memfit:40% allow=+tiled_loss")
-_STEPS = tuple(f"{system}+step_in_backward" for system in _TILES)
+# What the host holds up is launched as CUDA graphs; what logits fill has its loss in tiles. Budgets
+# are those around which peers lie.
+_GRAPHS = tuple(f"memfit:{share}% launch=graphs" for share in (60, 50, 40))
+_TILES = ("memfit:70%", *(f"memfit:{share}% allow=+tiled_loss" for share in (60, 40)))
+_STEPS = tuple(f"memfit:{share}% allow=+tiled_loss+step_in_backward" for share in (60, 45))
 SUITES = {
     "peers": Suite(
         (
