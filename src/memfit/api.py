@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,7 +102,7 @@ def plan(
     interval: int | None = None,
     segments: Sequence[str] | None = None,
     executor: str | None = None,
-    min_tensor_bytes: int = 0,
+    min_tensor_bytes: str | int = 0,
     profiled: Profile | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -125,7 +126,7 @@ def plan(
         max_slowdown=max_slowdown,
         activation_reduction=activation_reduction,
         interval=interval,
-        min_tensor_bytes=min_tensor_bytes,
+        min_tensor_bytes=parse_bytes(min_tensor_bytes),
     )
     base = what if isinstance(what, Profile) else profiled
     if base is None:
@@ -212,7 +213,7 @@ def fit_workload(
     interval: int | None = None,
     segments: Sequence[str] | None = None,
     executor: str | None = None,
-    min_tensor_bytes: int = 0,
+    min_tensor_bytes: str | int = 0,
     accumulate: int = 1,
     cuda_graphs: bool | None = False,
     progress: Progress | None = None,
@@ -238,7 +239,7 @@ def fit_workload(
         max_slowdown=max_slowdown,
         activation_reduction=activation_reduction,
         interval=interval,
-        min_tensor_bytes=min_tensor_bytes,
+        min_tensor_bytes=parse_bytes(min_tensor_bytes),
     )
     if plan is not None:
         check_plan_for(plan, part_of(workload, plan.split))
@@ -296,6 +297,12 @@ def fit_workload(
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
     result = prove(workload, planned, base, held, steps=steps, say=say)
+    if not result.numerics.kept:
+        warnings.warn(
+            f"{workload.name or 'the step'} holds its budget, but its numbers are not those of the "
+            "plain step: see `result.numerics`, and `undo()` takes the plan off",
+            stacklevel=3,
+        )
 
     def replan(larger: Workload) -> Fitted:
         parts = accumulate * made.split
@@ -380,6 +387,11 @@ def _goal(
     host_bytes = None
     if "offload" in (*techniques, *more):
         host_bytes = default_host_budget() if host_budget is None else parse_bytes(host_budget)
+        if host_bytes < 0:
+            raise UsageError(
+                f"host_budget is {host_bytes}, below 0",
+                hint='it is memory on the host: "16GiB", or a whole number of bytes',
+            )
     elif host_budget is not None:
         raise UsageError(
             "host_budget is given, but nothing may be moved to the host",

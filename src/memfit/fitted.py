@@ -46,6 +46,7 @@ class Fitted:
         self.applied = applied
         self._replan = replan
         self._accumulate = accumulate
+        self._split = applied.plan.split  # also where a larger part has a plan of its own
         self._planned = [(workload.batch, applied, profile, result)]
         self._waiting = 0  # batches since the optimizer last stepped
         self._group = accumulate
@@ -85,7 +86,7 @@ class Fitted:
         on the mean over its own.
         `scheduler.step()` is called after each optimizer step.
         """
-        parts = parts_of(batch, self.plan.split)
+        parts = parts_of(batch, self._split)
         if len(parts) == 1:
             return self._train(batch, None, True, clip_norm, accumulate, scaler, scheduler)
         # Means over all samples: a part counts by its share of them.

@@ -106,6 +106,8 @@ def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -
     notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
     return replace(
         numerics,
+        bitwise_vs_unplanned=numerics.bitwise_vs_unplanned and equal,
+        grad_max_rel_diff=max(numerics.grad_max_rel_diff, apart),
         agree=numerics.agree and (stepped.agree or apart <= tolerance),
         note="; ".join(note for note in notes if note),
     )
@@ -156,7 +158,7 @@ def _result(
         ),
         numerics=numerics,
         plan_s=made.plan_s,
-        verdict="fits",
+        verdict="fits" if numerics.kept else "fits, and its numbers differ",
         minimum_feasible_bytes=made.minimum_feasible_bytes,
         rounds=held.rounds,
         swap=None if planned.swap is None else planned.swap.statistics(),

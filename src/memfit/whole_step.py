@@ -19,7 +19,7 @@ from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import MICROBATCH, ON_HOST, STEP
+from memfit.planning.techniques import MICROBATCH, ON_HOST, ROUNDED_STATE, STEP
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
@@ -125,8 +125,9 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
 
 
 def _beside(taken: Sequence[str], name: str) -> list[str]:
-    """The taken techniques and one more; of state on the host, in place of the other way."""
-    others = ON_HOST if name in ON_HOST else ()
+    """The taken techniques and one more; of those for the optimizer's state, in place of others."""
+    ways = (*ON_HOST, *ROUNDED_STATE)
+    others = ways if name in ways else ()
     return [*(t for t in taken if t not in others), name]
 
 

@@ -41,8 +41,8 @@ def refuse_compiled(model: torch.nn.Module) -> None:
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether step() cannot be called without arguments, as that of LBFGS."""
-    try:
-        inspect.signature(optimizer.step).bind()
+    try:  # of the class: a scheduler puts a function of its own in the place of the method
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
     except ValueError:  # it has no signature: the call itself will tell

@@ -20,6 +20,7 @@ from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import ON_HOST
+from memfit.report.fit import numbers_in_brief
 from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
 from memfit.runtime.setup import Setup
@@ -209,6 +210,35 @@ def test_state_in_eight_bits_by_name_only() -> None:
     assert all(s["exp_avg"].dtype is torch.float32 for s in workload.optimizer.state.values())
 
 
+def test_state_that_is_rounded_too_much_is_not_called_the_same() -> None:
+    workload = wide(20, 512)
+    workload.optimizer.param_groups[0]["lr"] = 0.5
+    with (
+        pytest.warns(UserWarning, match="its numbers are not those"),
+        fit_workload(workload, "85%", allow="+optim_8bit", executor="module", steps=1) as fitted,
+    ):
+        numerics = fitted.result.numerics
+        assert not numerics.bitwise_vs_unplanned and not numerics.kept
+        assert numbers_in_brief(numerics).startswith("numbers NOT identical")
+
+
+def test_of_two_ways_to_round_state_one_takes_the_others_place() -> None:
+    """State in bf16 was taken first, and that in 8 bits, which holds the budget, not tried."""
+    workload = wide()
+    base = replace(memfit.profile(workload, executor="module"), baseline=None)
+    state = base.graph.static["optimizer_state"]
+    share = {"optim_bf16_sr": 0.5, "optim_8bit": 0.25}
+
+    def measure(setup: Setup | None, split: int) -> Profile:
+        assert setup is not None and len(setup.techniques) == 1
+        static = {**base.graph.static, "optimizer_state": int(share[setup.techniques[0]] * state)}
+        return replace(base, graph=replace(base.graph, static=static), setup=setup.techniques)
+
+    budget = memfit.plan(base).minimum_feasible_bytes - int(0.6 * state)
+    goal = Goal(budget_bytes=budget, techniques=("recompute", *share))
+    assert whole_step(workload, base, goal, None, measure).techniques == ("optim_8bit",)
+
+
 def frozen() -> Workload:
     """Six wide layers, of which only the last is trained."""
     workload = wide()
@@ -381,6 +411,24 @@ def test_a_batch_in_parts_where_its_activations_are_the_peak(tmp_path: Path) -> 
         memfit.apply(memfit.Plan.load(tmp_path / "plan.json"), workload.model)
     with fit_workload(workload, plan=memfit.Plan.load(tmp_path / "plan.json"), steps=1) as fitted:
         assert fitted.plan.split == plan.split
+
+
+def test_a_larger_batch_in_parts_leaves_the_planned_one_as_it_was() -> None:
+    workload = deep()
+    larger = tuple(torch.cat([tensor, tensor[:100]]) for tensor in workload.batch)
+    with fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1) as fitted:
+        first = fitted.plan
+        for batch in (workload.batch, larger, workload.batch):
+            assert torch.isfinite(fitted.step(batch))
+        assert first.split > 1
+
+
+def test_parts_that_draw_random_numbers_are_not_called_the_same() -> None:
+    workload = deep(nn.Dropout(0.1))
+    with fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1) as fitted:
+        numerics = fitted.result.numerics
+        assert fitted.plan.split > 1 and numerics.kept and not numerics.bitwise_vs_unplanned
+        assert "their sum is not compared" in str(numerics.note)
 
 
 def test_parts_of_several_batches_wait_for_the_last() -> None:

@@ -38,6 +38,7 @@ class Visit:
     packs: tuple[int, int] = (0, 0)  # tensors saved in the step before it began and ended
     inputs: tuple[int, ...] = ()  # serial numbers of tensors
     outputs: tuple[int, ...] = ()
+    changed: frozenset[int] = frozenset()  # inputs that are not as the module left them they are of
     mutated_inputs: frozenset[int] = frozenset()
     mutated_buffers: tuple[str, ...] = ()
     container: bool = False
@@ -75,6 +76,7 @@ class _Watch:
         self.packs = 0
         self._probed = False
         self._serials: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # outputs -> their versions then
         self._next = 0
         static = [*self.model.parameters(), *self.model.buffers(), *workload.batch_tensors()]
         self._static = {StorageWeakRef(s) for t in static for s in storages_of(t)}
@@ -119,6 +121,8 @@ class _Watch:
             tensors = _tensors((args, kwargs))
             visit.inputs = tuple(self.serial(t) for t in tensors)
             versions = [(t, t._version) for t in tensors if not t.is_inference()]
+            changed = (t for t, version in versions if self._left.get(t, version) != version)
+            visit.changed = frozenset(self.serial(t) for t in changed)
             buffers = {n: (b, b._version) for n, b in _plain_buffers(module)}
             self._check_recent()
             start = self.packs
@@ -129,6 +133,7 @@ class _Watch:
                 self.stack.pop()
             visit.packs = (start, self.packs)
             visit.outputs = tuple(self.serial(t) for t in _tensors(output))
+            self._left.update((t, t._version) for t in _tensors(output) if not t.is_inference())
             self._note_mutations(visit, versions)
             visit.mutated_buffers = tuple(
                 n for n, b in _plain_buffers(module) if not _unchanged(b, buffers.get(n))

@@ -22,6 +22,7 @@ from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors, run_step
 from memfit.runtime.calls import Forward, routed
 from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.random_state import RandomState
 from memfit.runtime.recompute import Recompute
 from memfit.workload import Workload
 
@@ -29,7 +30,10 @@ _PHASE_MARKS = {"backward": "forward_end", "optimizer": "backward_end", "end": "
 
 
 def record_forward(workload: Workload, captured: Captured) -> list[Event]:
-    """Record one forward in which nothing saved for backward is kept."""
+    """Record one forward in which nothing saved for backward is kept.
+
+    It leaves the random numbers as they were: a step's sizes may hang on them.
+    """
     engine = Marking(None, captured.keys)
 
     def pack(tensor: torch.Tensor) -> None:
@@ -45,6 +49,7 @@ def record_forward(workload: Workload, captured: Captured) -> list[Event]:
         routed(workload.model, captured.route, engine, captured.code),
         watched(captured.compiled, engine),
         explained_errors(workload),
+        RandomState.of([workload.device]).replayed(),
     ):
         return record(forward, workload.device)
 

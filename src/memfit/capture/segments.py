@@ -49,7 +49,7 @@ def choose_segments(
         linked: frozenset[int] = frozenset()
         if before is not None and before.packs[1] == visit.packs[0]:
             # Nothing is saved between the two, so a replay may go from one into the other.
-            linked = frozenset(visit.inputs) & frozenset(before.outputs)
+            linked = frozenset(visit.inputs) & frozenset(before.outputs) - visit.changed
         if visit.mutated_inputs - linked:
             # It changes a tensor that a replay would not make anew: no run may go on into it.
             linked = frozenset()

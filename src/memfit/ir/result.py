@@ -30,6 +30,11 @@ class Numerics:
     repeatable: bool = True
     note: str | None = None
 
+    @property
+    def kept(self) -> bool:
+        """Whether the plan left the numbers as it promises, or none could be compared."""
+        return self.agree or not self.repeatable
+
 
 @dataclass(frozen=True)
 class BaselineResult:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from memfit.errors import ModelError
+from memfit.measure.host_random import host_state, set_host_state
 from memfit.measure.kept_copies import Copies
 from memfit.measure.memory import cuda_capacity
 from memfit.measure.switches import switched_off
@@ -98,6 +99,7 @@ def untouched(
     scaler = None if workload.scaler is None else copy.deepcopy(workload.scaler.state_dict())
     modes = {module: module.training for module in model.modules()}
     rng = torch.get_rng_state(), _cuda_states(workload.device)
+    host_rng = host_state()
     # Kept gradients would count as memory of the step; they come back at the end.
     kept_gradients = [None if g is None else copies.of(g) for g in gradients]
     drop_gradients(workload)
@@ -108,7 +110,9 @@ def untouched(
     finally:
         drop_gradients(workload)
         for module, own in buffers:  # a forward may have put others in their place
-            module._buffers.update(own)
+            for key, buffer in own.items():
+                if key not in module._buffers or module._buffers[key] is not buffer:
+                    module._buffers[key] = buffer
         with torch.no_grad():
             for tensor, old in zip(tensors, kept, strict=True):
                 tensor.copy_(old)
@@ -127,6 +131,7 @@ def untouched(
         torch.set_rng_state(rng[0])
         if rng[1] is not None:
             torch.cuda.set_rng_state(rng[1], workload.device)
+        set_host_state(host_rng)
 
 
 @contextmanager

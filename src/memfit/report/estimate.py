@@ -17,7 +17,7 @@ _ADVICE = {
     "plain": "as it is",
     "recompute": "likely with recompute",
     "optimizer on host": "perhaps: optimizer on host",
-    "stream": "perhaps: streamed",
+    "step in backward": "perhaps: optimizer on host, step in backward",
     None: "no",
 }
 

@@ -61,8 +61,7 @@ def summary_line(result: Result, next_command: str) -> Text:
 
 def numbers_agree(numerics: Numerics) -> bool:
     """Whether the plan left the numbers as the executor promises, or none could be compared."""
-    kept = numerics.bitwise_vs_unplanned or numerics.agree
-    return kept or not repeats_itself(numerics)
+    return numerics.kept
 
 
 def repeats_itself(numerics: Numerics) -> bool:
@@ -188,19 +187,19 @@ def time_ratio(result: Result) -> str:
 
 def numbers_in_brief(numerics: Numerics) -> str:
     """How the plan's numbers compare, in a few words."""
-    if numerics.bitwise_vs_unplanned:
+    if numerics.bitwise_vs_unplanned and numerics.agree:
         return "numbers identical"
     if not repeats_itself(numerics):
         return "numbers not comparable (the plain step does not repeat itself)"
     if numerics.error_vs_reference is not None and numerics.agree:
         return "numbers as exact as unplanned"
     words = "within tolerance" if numerics.agree else "NOT identical"
-    return f"numbers {words} (gradients differ by {numerics.grad_max_rel_diff:.2g})"
+    return f"numbers {words} (they differ by {numerics.grad_max_rel_diff:.2g})"
 
 
 def numbers_line(numerics: Numerics) -> Text:
     """How the plan's numbers compare, with how far apart they are."""
-    if numerics.bitwise_vs_unplanned:
+    if numerics.bitwise_vs_unplanned and numerics.agree:
         text = Text("identical to the unplanned step, bit for bit", style="green")
     else:
         words = "within tolerance" if numerics.agree else "not identical"

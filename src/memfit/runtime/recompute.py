@@ -19,6 +19,7 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from memfit.measure.host_random import host_state
 from memfit.runtime.calls import Forward
 from memfit.runtime.random_state import RandomState
 
@@ -71,7 +72,7 @@ class _Run:
     calls: tuple[int, int]
     generator: Any = None
     steps: list[_Step] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    outputs: list[tuple[Any, int]] = field(default_factory=list)  # of the last call, with versions
 
 
 class _Done:
@@ -104,6 +105,7 @@ class Recompute:
         self._mutated = mutated_buffers or {}
         self.observer = observer
         self._open: _Run | None = None
+        self._draws: dict[int, bool] = {}  # whether a call draws from Python's or numpy's numbers
         self.replays = 0
         self.replaying = False
 
@@ -134,6 +136,8 @@ class Recompute:
             raise
         current = self._open
         assert current is not None
+        if index not in self._draws:
+            self._draws[index] = current.steps[-1].random.host != host_state()
         if index == run[1]:
             self._open = None
             if self.observer:
@@ -141,7 +145,7 @@ class Recompute:
             next(current.generator, None)
             current.outputs = []
         else:
-            current.outputs = tree_leaves(output)
+            current.outputs = [(leaf, _version(leaf)) for leaf in tree_leaves(output)]
         return output
 
     def _record(
@@ -157,7 +161,10 @@ class Recompute:
             leaves=[None if _is_activation(leaf) else leaf for leaf in leaves],
             links={},
             saved=[],
-            random=RandomState.of(x.device for x in leaves if isinstance(x, torch.Tensor)),
+            random=RandomState.of(
+                (x.device for x in leaves if isinstance(x, torch.Tensor)),
+                host=self._draws.get(index, True),
+            ),
             buffers={n: self._buffer(index, n).clone() for n in self._mutated.get(index, ())},
         )
         if index == run[0]:
@@ -294,8 +301,15 @@ def _is_activation(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
 
 
-def _position(tensor: torch.Tensor, outputs: list[Any]) -> int | None:
-    return next((i for i, output in enumerate(outputs) if output is tensor), None)
+def _position(tensor: torch.Tensor, outputs: list[tuple[Any, int]]) -> int | None:
+    """Which of the outputs it is, as it was made: code in between may have changed it in place."""
+    now = _version(tensor)
+    same = (i for i, (output, then) in enumerate(outputs) if output is tensor and then == now)
+    return next(same, None)
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
 
 def _holders(generator: Any) -> list[Any]:

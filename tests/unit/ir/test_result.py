@@ -26,7 +26,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
         predicted=Predicted(99, 99, step_s=1.1, lower_bound_s=1.0, gap=0.0, time_ratio=2.2),
         measured=Measured(90, 90, 1.0, 0.01),
         decisions=Decisions(1, 2, 0, 3, ("recompute",)),
-        numerics=Numerics(True, 0.0, 0.0),
+        numerics=Numerics(True, 0.0, 0.0, agree=True),
         plan_s=0.1,
         verdict="fits",
         minimum_feasible_bytes=80,

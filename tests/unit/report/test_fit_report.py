@@ -95,7 +95,7 @@ def test_summary_is_one_line(result):
 @pytest.mark.parametrize(
     "numerics, agree, word",
     [
-        (Numerics(True, 0.0, 0.0), True, "numbers identical"),
+        (Numerics(True, 0.0, 0.0, agree=True), True, "numbers identical"),
         (Numerics(False, 0.1, 0.2, agree=False), False, "NOT identical"),
         (
             Numerics(False, 0.1, 0.2, agree=False, note="the unplanned step does not fit"),

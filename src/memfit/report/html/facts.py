@@ -51,7 +51,7 @@ def tiles(report: RunReport) -> list[Tile]:
             Tile("predicted time", expected, f"of {format_seconds(plan.baseline_step_s)}"),
             Tile("numbers", NOT_MEASURED, "the plan was not run"),
         ]
-    fits = result.verdict == "fits"
+    fits = result.verdict.startswith("fits")
     measured = result.measured
     same = numbers_agree(result.numerics)
     brief = numbers_in_brief(result.numerics).removeprefix("numbers ").partition(" (")[0]

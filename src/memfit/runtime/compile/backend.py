@@ -53,6 +53,7 @@ _DYNAMO_SETTINGS = {
     "recompile_limit": _UNLIMITED,
     "accumulated_recompile_limit": _UNLIMITED,
     "suppress_errors": False,
+    "skip_nnmodule_hook_guards": False,  # modules of one class may differ in their hooks
 }
 # What torch.compile(dynamic=...) sets too, but at every call.
 _STATIC_SETTINGS = _DYNAMO_SETTINGS | {

@@ -95,7 +95,9 @@ def test_predictions_stand_beside_measurements(run: RunReport) -> None:
 
 def test_a_fit_that_changed_numbers_says_so(run: RunReport) -> None:
     assert run.result is not None
-    numerics = replace(run.result.numerics, bitwise_vs_unplanned=False, grad_max_rel_diff=0.5)
+    numerics = replace(
+        run.result.numerics, bitwise_vs_unplanned=False, agree=False, grad_max_rel_diff=0.5
+    )
     bad = replace(run, result=replace(run.result, numerics=numerics))
     tile = tiles(bad)[3]
     assert (tile.value, tile.tone) == ("NOT identical", "bad") and "0.5" in tile.detail
