@@ -18,6 +18,7 @@ from memfit.measure.step import Phase, drop_gradients
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
+from memfit.runtime.same_forward import SameForward
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.runtime.split import parts_of, samples_in
 from memfit.workload import Workload
@@ -122,18 +123,18 @@ class Fitted:
             )
         self._prepare(batch)
         scaler = scaler or self.workload.scaler
+        setup = self.applied.setup
+        if setup is not None and setup.in_backward is not None:
+            loss = self._step_in_backward(setup.in_backward, batch, clip_norm, scaler)
+            self._say("end")
+            if scheduler is not None:
+                scheduler.step()
+            return loss
         self._say("forward")
         loss = self.workload.compute_loss(batch)
         self._say("backward")
         scaled = loss / accumulate if accumulate > 1 else loss
         scaled = scaled if share is None else scaled * share
-        setup = self.applied.setup
-        if setup is not None and setup.in_backward is not None:
-            self._step_in_backward(setup.in_backward, scaled, clip_norm, scaler)
-            self._say("end")
-            if scheduler is not None:
-                scheduler.step()
-            return loss.detach()
         (scaler.scale(scaled) if scaler is not None else scaled).backward()
         self._waiting += last
         self._group = accumulate
@@ -146,19 +147,27 @@ class Fitted:
     def _step_in_backward(
         self,
         optimizer: StepInBackward,
-        loss: torch.Tensor,
+        batch: Any,
         clip_norm: float | None,
         scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        if self.plan.executor == "inductor" and (clip_norm is not None or scaler is not None):
-            raise UsageError(
-                "clipping and scaling need two backwards when the optimizer steps in backward, and "
-                "fused code runs its backward once",
-                hint="fit without step_in_backward, or with executor='graph'",
-            )
-        optimizer.backward(loss, clip_norm=clip_norm, scaler=scaler)
+    ) -> torch.Tensor:
+        """Forward, backward and step. Clipping and scaling look at all gradients before the first
+        parameter steps: they take another forward and backward, so that nothing waits meanwhile."""
+        workload, again = self.workload, None
+        if clip_norm is not None or scaler is not None:
+            same = SameForward(workload.model, workload.device)
+
+            def again() -> torch.Tensor:
+                with same.again():
+                    return workload.compute_loss(batch)
+
+        self._say("forward")
+        loss = workload.compute_loss(batch)
+        self._say("backward")
+        optimizer.backward(loss, clip_norm=clip_norm, scaler=scaler, again=again)
         if scaler is not None:
             scaler.update()
+        return loss.detach()
 
     def flush(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from memfit import holding, proof
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
 from memfit.ir.profile import Profile
+from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import ON_HOST
@@ -61,6 +63,25 @@ def deep(*more: nn.Module) -> Workload:
         torch.optim.SGD(model.parameters(), lr=0.1),
         batch,
         name="deep",
+    )
+
+
+def with_statistics() -> Workload:
+    """More gradients than activations, with dropout and statistics."""
+    torch.manual_seed(0)
+    layers = [
+        layer
+        for _ in range(8)
+        for layer in (nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Tanh(), nn.Dropout(0.1))
+    ]
+    model = nn.Sequential(*layers, nn.Linear(256, 4))
+    batch = torch.randn(32, 256), torch.randint(4, (32,))
+    return Workload(
+        model,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.AdamW(model.parameters(), fused=True),
+        batch,
+        name="statistics",
     )
 
 
@@ -287,16 +308,33 @@ def test_int8_weights_that_cannot_help_are_not_taken(
     assert f"int8_weights: {why}" in refused.value.message
 
 
-def test_clipping_takes_two_backwards() -> None:
-    one, other = wide(), wide()
-    with fit_workload(one, "85%", allow="+step_in_backward", executor="module", steps=1) as fitted:
-        fitted.step(one.batch, clip_norm=1e-3)
-    loss = other.compute_loss()
-    loss.backward()
-    nn.utils.clip_grad_norm_(other.model.parameters(), 1e-3)
-    other.optimizer.step()
-    for parameter, value in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+@pytest.mark.parametrize("executor", ["module", "graph", pytest.param("inductor", marks=SLOW)])
+def test_clipping_takes_two_steps_and_holds_the_budget(executor: str) -> None:
+    """Dropout draws the same numbers twice, and statistics are counted once."""
+    one, other = (with_statistics() for _ in range(2))
+    with fit_workload(one, "92%", allow="step_in_backward", executor=executor, steps=1) as fitted:
+        assert fitted.plan.setup == ("step_in_backward",)
+        budget = fitted.result.budget_bytes
+        peaks = []
+        for clip_norm in (None, 1e-3):
+            torch.manual_seed(5)
+            with untouched(one):
+                step = partial(fitted.step, one.batch, clip_norm=clip_norm)
+                peaks.append(measure_peak(one, step).bytes)
+        assert max(peaks) <= budget, (peaks, budget)
+        torch.manual_seed(5)
+        for _ in range(2):
+            fitted.step(one.batch, clip_norm=1e-3)
+    torch.manual_seed(5)
+    for _ in range(2):
+        other.compute_loss().backward()
+        nn.utils.clip_grad_norm_(other.model.parameters(), 1e-3)
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+    if executor != "inductor":  # which draws other random numbers
+        expected = other.model.state_dict()
+        for name, value in one.model.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
 
 
 def test_a_step_that_fits_as_it_is_gets_nothing() -> None:
