@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,7 +126,8 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if choice is None or not fits:
         if budget is not None and (goal.strategy != "optimal" or least_bytes > budget):
             if least_bytes > budget:
-                raise nothing_fits(simulator, budget, minimum, minimum_bytes, goal.techniques)
+                more = _host_bytes_that_help(simulator, goal, budget)
+                raise nothing_fits(simulator, budget, minimum, minimum_bytes, goal.techniques, more)
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
         choice = smallest if target is None else filled_up(simulator, smallest, target)
@@ -139,16 +141,32 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if extra_s > limit_s * (1 + 1e-9):
         slowdown = 1 + extra_s / profile.step_s
         raise InfeasibleError(
-            f"{_what(goal, budget)} costs {slowdown:.3f}x the plain step's time, more than the "
-            f"allowed {goal.max_slowdown:.3f}x",
+            f"{_what(goal, budget)} costs {_up(slowdown, 3)}x the plain step's time, more than "
+            f"the allowed {goal.max_slowdown:g}x",
             budget_bytes=budget,
             minimum_bytes=minimum_bytes,
-            hint=f"allow --max-slowdown {slowdown:.2f}, or ask for less memory saved",
+            hint=f"allow --max-slowdown {_up(slowdown, 2)}, or ask for less memory saved",
         )
     # With an allocator `_smallest` only tries a few: the choice itself may hold less.
     held = held_bytes(simulator, choice.acts, choice.trim) + goal.margin_bytes
     minimum_bytes = min(minimum_bytes, held)
     return _plan(simulator, goal, budget, choice, minimum_bytes, time.perf_counter() - started)
+
+
+def _up(ratio: float, digits: int) -> str:
+    """The ratio rounded up, so that what is said is enough."""
+    scale = 10**digits
+    return f"{math.ceil(ratio * scale) / scale:.{digits}f}"
+
+
+def _host_bytes_that_help(simulator: Simulator, goal: Goal, budget: int) -> int | None:
+    """What a host budget must be for a plan that holds; None where it does not stand in the way."""
+    if goal.host_bytes is None or simulator.copy is None:
+        return None
+    free = _smallest(simulator, None, thorough=True)
+    moved = simulator.moved_bytes(free.acts)
+    held = held_bytes(simulator, free.acts, free.trim) + goal.margin_bytes
+    return moved if moved > goal.host_bytes and held <= budget else None
 
 
 def _check_host(simulator: Simulator, goal: Goal, choice: Choice, budget: int | None) -> None:

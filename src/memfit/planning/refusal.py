@@ -87,8 +87,12 @@ def nothing_fits(
     leanest: Sequence[Act],
     minimum: int,
     allowed: Sequence[str],
+    host_bytes: int | None = None,
 ) -> InfeasibleError:
-    """A budget below what the leanest plan needs, by the `allowed` techniques."""
+    """A budget below what the leanest plan needs, by the `allowed` techniques.
+
+    With `host_bytes` on the host, which are more than there may be, one would hold it.
+    """
     more = ",".join(f"+{name}" for name in remedies(simulator, leanest, allowed))
     profile = simulator.profile
     finer = ""
@@ -103,11 +107,13 @@ def nothing_fits(
         f"{format_bytes(parts['fixed'])} fixed (parameters, optimizer state, buffers, batch), "
         f"{format_bytes(parts['forward'])} more in forward, "
         f"{format_bytes(parts['backward'])} more in backward, gradients included. "
-        f"At its peak ({simulator.timeline(leanest).peak.where}): {blocking}",
+        f"At its peak ({simulator.timeline(leanest).peak.where}): {blocking}"
+        + ("" if host_bytes is None else ". The host budget is too small for a plan that would"),
         budget_bytes=budget,
         minimum_bytes=minimum,
         incompressible_bytes=parts,
-        hint=f"try --budget {round(minimum * 1.02)}, "
+        hint=("" if host_bytes is None else f"give --host-budget {host_bytes}, or ")
+        + f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
         + finer
         + smaller,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -267,6 +268,21 @@ def test_host_memory_is_a_limit(chain: Chain) -> None:
     with pytest.raises(InfeasibleError, match="on the host") as refusal:
         make_plan(profile, Goal(strategy="swap", techniques=BOTH, host_bytes=1500))
     assert "--host-budget" in str(refusal.value)
+
+
+def test_a_host_budget_that_stands_in_the_way_is_named(chain: Chain) -> None:
+    profile = replace(chain(8), copy=_rates(1e6))
+    peak = Simulator(profile).peak_bytes([])
+    goal = Goal(budget_bytes=int(0.7 * peak), techniques=("offload",))
+    needed = make_plan(profile, goal).host_bytes
+    with pytest.raises(InfeasibleError, match="The host budget is too small") as refusal:
+        make_plan(profile, replace(goal, host_bytes=needed // 4))
+    found = re.search(r"give --host-budget (\d+)", str(refusal.value))
+    assert found is not None
+    make_plan(profile, replace(goal, host_bytes=int(found[1])))
+    with pytest.raises(InfeasibleError) as refusal:  # no host memory helps here
+        make_plan(profile, replace(goal, budget_bytes=100, host_bytes=needed // 4))
+    assert "host" not in str(refusal.value)
 
 
 def test_points_survive_in_the_plan(chain: Chain) -> None:
