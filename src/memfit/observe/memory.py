@@ -22,6 +22,7 @@ from memfit.ir.memory_series import (
     Snapshot,
     Spike,
 )
+from memfit.observe.census import failure_notes
 from memfit.observe.counters import Counter, counter_for
 from memfit.observe.device import resolve_device
 from memfit.observe.record import Record
@@ -77,6 +78,7 @@ class MemoryProfiler:
         self._started_s: float | None = None
         self._stopped_s: float | None = None
         self._initial_bytes = self._capacity_bytes = 0
+        self._notes: list[str] = []  # of an error that ended the loop
 
     def start(self) -> Self:
         """Begin to count."""
@@ -111,12 +113,13 @@ class MemoryProfiler:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if self._stopped_s is not None:
             return
-        if kind is None:
+        if error is None:
             self.stop()
             return
+        self._failed(error, OTHER)
         if self._rest is not None:  # the step that failed is worth seeing
             self._end_step(self._rest)
         self._finish()
@@ -187,6 +190,9 @@ class MemoryProfiler:
         record = self._phases.setdefault(name, Record(rest.step, name))
         try:
             yield
+        except Exception as error:
+            self._failed(error, name)
+            raise
         finally:
             self._phase = None
             if self._rest is rest:
@@ -210,6 +216,7 @@ class MemoryProfiler:
             initial_bytes=self._initial_bytes,
             snapshots=tuple(record.snapshot(timed) for record in self._records),
             duration_s=(self._stopped_s or time.perf_counter()) - self._started_s,
+            notes=tuple(self._notes),
         )
 
     @property
@@ -284,6 +291,14 @@ class MemoryProfiler:
         """What the process may take; 0 before the start."""
         return self._capacity_bytes
 
+    def _failed(self, error: BaseException, phase: str) -> None:
+        """Take down how far the loop came and what was live, where it is still there."""
+        if self._notes or not isinstance(error, Exception):
+            return
+        step = self._last_step if self._rest is None else self._rest.step
+        used = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self._notes = failure_notes(error, step, phase, self.device, used)
+
     def _begin_step(self, number: int | None) -> Record:
         self._check_running("step()")
         if self._rest is not None:
@@ -294,6 +309,7 @@ class MemoryProfiler:
         wanted = self._last_step + 1 if number is None else number
         rest = Record(self._number(wanted, again=False), OTHER)  # from the end of the step before
         self._rest, self._phases = rest, {}
+        self._notes = []  # the loop went on
         return rest
 
     def _end_step(self, rest: Record) -> None:

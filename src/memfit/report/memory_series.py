@@ -64,7 +64,7 @@ def _facts(series: MemorySeries) -> list[tuple[str, str | Text]]:
         )
     steps = "1 step" if len(series.steps) == 1 else f"{len(series.steps)} steps"
     rows.append(("duration", f"{format_seconds(series.duration_s)}, {steps}"))
-    return [*rows, *(("note", note) for note in series.notes)]
+    return [*rows, *(("note", Text(note)) for note in series.notes)]
 
 
 def _phases(series: MemorySeries) -> Table:

@@ -16,6 +16,7 @@ import torch
 import memfit
 from memfit.errors import MemfitError, UsageError
 from memfit.ir.memory_series import MB, MemorySeries, Spike
+from memfit.observe.census import live_tensors
 from memfit.observe.memory import MemoryProfiler
 
 Make = Callable[..., MemoryProfiler]
@@ -130,6 +131,36 @@ def test_a_step_that_fails_is_in_the_series(profiler: Make, tape: Any) -> None:
     assert (memory.peak_step, memory.peak_phase, memory.peak_usage_mb) == (0, "forward", 900)
     assert tape.closed == 1
     profiler().start().stop()  # and the next one may start
+    assert memory.series.notes[0] == "ended in step 0, forward, by RuntimeError: out of memory"
+
+
+def test_what_was_live_when_a_loop_failed_is_told() -> None:
+    memory = MemoryProfiler("cpu")
+    layer = torch.nn.Linear(300, 300)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        with memory:
+            for _ in memory.steps(range(2)):
+                with memory.phase("backward"):
+                    hidden = layer(torch.ones(7, 300))
+                    hidden.sum().backward()
+                    torch.empty(2**50)
+    ended, live, largest = memory.series.notes
+    assert "DefaultCPUAllocator" in ended and "in step 0, backward" in ended
+    assert all(word in live for word in ("parameters", "gradients", "activations"))
+    assert "largest: " in largest
+    report = memory.generate_report()
+    assert "[enforce fail" in report and "live then" in report
+    kinds, _ = live_tensors(torch.device("cpu"))
+    assert kinds["gradients"] >= layer.weight.nbytes
+
+
+def test_a_loop_that_goes_on_after_an_error_did_not_end_by_it(profiler: Make) -> None:
+    with profiler() as memory:
+        with pytest.raises(ValueError, match="mine"), memory.step(), memory.phase("forward"):
+            raise ValueError("mine")
+        with memory.step():
+            pass
+    assert not memory.series.notes
 
 
 def test_a_loader_that_fails_leaves_no_step_behind(profiler: Make) -> None:
