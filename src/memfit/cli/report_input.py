@@ -11,10 +11,17 @@ from memfit import __version__
 from memfit.cli.goal import GoalOptions
 from memfit.cli.session import Session
 from memfit.cli.target import Target
-from memfit.errors import PlanFileError, ProfileFileError, RunFileError, UsageError
+from memfit.errors import (
+    InfeasibleError,
+    PlanFileError,
+    ProfileFileError,
+    RunFileError,
+    UsageError,
+)
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.run_file import RunFile
+from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.replay import replay, replay_plan
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import STRATEGIES
@@ -53,17 +60,39 @@ def from_fit(
     session.progress(f"building {what.name}")
     workload = what.build()
     goal.techniques_on(workload.device.type)
-    with api.fit_workload(
-        workload,
-        goal.budget_on(device_facts(workload.device)),
-        steps=steps,
-        segments=goal.segments or None,
-        accumulate=accumulate,
-        progress=session.progress,
-        **goal.plan_options(),
-    ) as fitted:
-        run = run_file(fitted)
-    return _collect(session, fitted.profile, fitted.plan, run)
+    try:
+        fitted = api.fit_workload(
+            workload,
+            goal.budget_on(device_facts(workload.device)),
+            steps=steps,
+            segments=goal.segments or None,
+            accumulate=accumulate,
+            progress=session.progress,
+            **goal.plan_options(),
+        )
+    except InfeasibleError as refusal:
+        return _nearest(session, refusal)
+    fitted.undo()
+    return _collect(session, fitted.profile, fitted.plan, run_file(fitted))
+
+
+def _nearest(session: Session, refusal: InfeasibleError) -> RunReport:
+    """What a budget that no plan holds would have taken: the plan that comes nearest to it."""
+    if refusal.learned is None:
+        raise refusal
+    profile, least = refusal.learned, refusal.minimum_bytes
+    goals = [Goal(strategy="none")]
+    goals = goals if least is None else [Goal(budget_bytes=least), *goals]
+    for goal in goals:
+        try:
+            plan = make_plan(profile, goal)
+        except InfeasibleError:
+            continue
+        budget = refusal.budget_bytes or plan.budget_bytes
+        least = plan.minimum_feasible_bytes if least is None else least
+        plan = replace(plan, budget_bytes=budget, minimum_feasible_bytes=least)
+        return replace(_collect(session, profile, plan, None), refused=refusal.message)
+    raise refusal
 
 
 def from_files(

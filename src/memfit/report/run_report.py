@@ -31,6 +31,7 @@ class RunReport:
     run_command: str = ""
     plain: Profile | None = None
     curve: tuple[SweepRow, ...] = ()
+    refused: str = ""  # why no plan holds the budget; then the plan is the nearest one
 
     def __post_init__(self) -> None:
         for replay in (self.before, self.after):

@@ -45,8 +45,11 @@ def tiles(report: RunReport) -> list[Tile]:
     before = format_bytes(plan.baseline_peak_bytes)
     expected = ratio(plan.predicted.step_s / plan.baseline_step_s)
     if result is None:
+        held = Tile("budget", budget, least)
+        if report.refused:
+            held = Tile("budget", budget, f"no plan holds it; {least}", _tone(False))
         return [
-            Tile("budget", budget, least),
+            held,
             Tile("predicted peak", format_bytes(plan.predicted.peak_bytes), f"before: {before}"),
             Tile("predicted time", expected, f"of {format_seconds(plan.baseline_step_s)}"),
             Tile("numbers", NOT_MEASURED, "the plan was not run"),
