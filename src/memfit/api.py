@@ -11,7 +11,7 @@ import torch
 
 from memfit.attempts import hold_whole_step, plan_whole_step
 from memfit.capture.profile import profile_workload
-from memfit.errors import InfeasibleError, UsageError
+from memfit.errors import InfeasibleError, NumbersWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.holding import Held
 from memfit.ir.plan import Plan
@@ -271,7 +271,11 @@ def fit_workload(
         if plan is None and budget is not None:
             goal = replace(goal, budget_bytes=resolve_budget(budget, base))
         measure = _measuring(workload, base, segments, progress)
-        return hold_whole_step(workload, base, goal, plan, measure, say)
+        try:
+            return hold_whole_step(workload, base, goal, plan, measure, say)
+        except InfeasibleError as refusal:
+            refusal.learned = refusal.learned or base
+            raise
 
     # Layers by themselves were our choice: inside of compiled blocks there is more to decide.
     layers = executor in (None, "auto") and base.executor == "module"
@@ -301,6 +305,7 @@ def fit_workload(
         warnings.warn(
             f"{workload.name or 'the step'} holds its budget, but its numbers are not those of the "
             "plain step: see `result.numerics`, and `undo()` takes the plan off",
+            NumbersWarning,
             stacklevel=3,
         )
 

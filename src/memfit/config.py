@@ -63,7 +63,13 @@ class Config:
     def save(self, path: Path) -> None:
         """Write it as TOML, or as JSON where the name ends so."""
         text = json.dumps(self._set(), indent=2) + "\n" if _is_json(path) else self.to_toml()
-        path.write_text(text)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"{str(path)!r} cannot be written: {error.strerror}",
+                hint="choose a place that exists and is yours to write to",
+            ) from error
 
     def _set(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in _FIELDS}
@@ -95,7 +101,7 @@ def named(name: str) -> Config:
 def load(path: Path) -> Config:
     """The configuration in a TOML or JSON file."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         data = json.loads(text) if _is_json(path) else tomllib.loads(text)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UsageError(
@@ -115,9 +121,7 @@ def from_data(data: Any, where: str = "the configuration") -> Config:
         )
     allow = data.get("allow", ())
     names = allow.split(",") if isinstance(allow, str) else allow
-    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-        raise UsageError(f"allow is {allow!r}", hint='a list of names: allow = ["recompute"]')
-    return Config(**{**data, "allow": tuple(names)})
+    return Config(**{**data, "allow": tuple(names) if isinstance(names, list) else names})
 
 
 def _is_json(path: Path) -> bool:
@@ -138,7 +142,8 @@ def _check(config: Config) -> None:
         raise UsageError(f"utilization is {config.utilization}", hint="0.8 is 80 % of the device")
     for name in _COUNTS:
         value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and value >= 1):
             raise UsageError(f"{name} is {value!r}", hint="a whole number, 1 or more")
     for name in ("host_budget", "min_tensor_bytes"):
         if getattr(config, name) is not None:
@@ -147,7 +152,10 @@ def _check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and value not in known:
             raise UsageError(f"{name} is {value!r}", hint=f"one of: {', '.join(known)}")
-    allowed_techniques(config.allow or None)
+    allow: Any = config.allow
+    if not isinstance(allow, (list, tuple)) or not all(isinstance(name, str) for name in allow):
+        raise UsageError(f"allow is {allow!r}", hint='names in a list, such as ["recompute"]')
+    allowed_techniques(allow or None)
     Goal(strategy=config.strategy or "optimal", max_slowdown=config.max_slowdown)
 
 
@@ -169,7 +177,9 @@ _LANGUAGE = Config(dtype="bf16", optimizer="adamw")
 RECIPES = {
     "124m-4gib": replace(_LANGUAGE, budget="4GiB", batch=8, seq=1024).over(PRESETS["balanced"]),
     "1b-16gib": replace(_LANGUAGE, budget="16GiB", batch=1, seq=2048).over(PRESETS["maximum"]),
-    "7b-24gib": replace(_LANGUAGE, budget="24GiB", batch=1, seq=2048).over(PRESETS["maximum"]),
 }
 # Sizes whose parameters alone are larger than the card: nothing here can help them.
-UNREACHED = {"50b-24gib": "the parameters alone are larger than the budget"}
+UNREACHED = {
+    "7b-24gib": "the parameters alone, 27 GiB in fp32, are larger than the budget",
+    "50b-24gib": "the parameters alone, 186 GiB in fp32, are larger than the budget",
+}

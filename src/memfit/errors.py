@@ -92,3 +92,7 @@ class HostMemoryError(MemfitError):
     """Host memory for swapping could not be had, or was too small."""
 
     exit_code = 4
+
+
+class NumbersWarning(UserWarning):
+    """A fitted step holds its budget, and its numbers are not those of the plain one."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from memfit.cli.output_file import check_file
 
 BUDGET = {"plan": ["--budget", "1GiB"]}
 
@@ -79,7 +82,7 @@ def test_budget_above_the_device(memfit, tiny):
         (["--activation-reduction", "40"], "not between 0 and 1"),
         (["--budget", "1GiB", "--max-slowdown", "0.9"], "not 1 or more"),
         (["--budget", "1GiB", "--max-slowdown", "nan"], "not 1 or more"),
-        (["--max-slowdown", "1.2"], "limits a goal"),
+        (["--preset", "conservative", "--max-slowdown", "0", "--budget", "90%"], "not 1 or more"),
         (["--budget", "1GiB", "--interval", "2"], "is for strategy interval"),
         (["--budget", "1GiB", "--strategy", "best"], "unknown strategy"),
         (["--budget", "1GiB", "--allow", "magic"], "unknown technique"),
@@ -186,6 +189,23 @@ def test_plan_of_another_torch(memfit, tiny, plan_file, tmp_path):
     assert_refused(memfit("fit", *tiny, "--plan", other), 2, "made with torch 2.1.0", "plan again")
 
 
+@pytest.mark.parametrize(
+    "edit, word",
+    [
+        (lambda data: data["segments"][1].update(variant=77), "variant is 77"),
+        (lambda data: data.update(variants=[]), "there are 0 variants"),
+        (lambda data: data.update(split=0), "split is 0"),
+        (lambda data: data["segments"].pop(), "segments and was made with"),
+    ],
+)
+def test_plan_file_that_was_edited(memfit, tiny, plan_file, tmp_path, edit, word):
+    data = json.loads(plan_file.read_text())
+    edit(data)
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(data))
+    assert_refused(memfit("fit", *tiny, "--plan", edited), 2, word, "make the plan again")
+
+
 def test_plan_file_that_is_cut_off_missing_or_something_else(memfit, tiny, plan_file, tmp_path):
     cut = tmp_path / "cut.json"
     cut.write_text(plan_file.read_text()[:200])
@@ -239,3 +259,32 @@ def test_an_unexpected_error_keeps_its_traceback(memfit, tiny, monkeypatch):
     monkeypatch.setattr("memfit.api.profile", bug)
     with pytest.raises(RuntimeError, match="a bug"):
         memfit("fit", *tiny, "--budget", "90%")
+
+
+@pytest.mark.parametrize("words", [["-o", "none/p.json"], ["--decisions", "none/p.csv"]])
+def test_a_plan_that_can_no_longer_be_written(memfit, tiny, monkeypatch, tmp_path, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("memfit.cli.plan.check_file", lambda path: None)
+    result = memfit("plan", *tiny, "--budget", "90%", *words)
+    assert_refused(result, 2, "cannot be written: No such file", "choose a place")
+
+
+@pytest.mark.parametrize("verb, file", [("fit", "none/x.json"), ("resources", "none/x.md")])
+def test_a_result_that_can_no_longer_be_written(memfit, tiny, monkeypatch, tmp_path, verb, file):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"memfit.cli.{verb}.check_file", lambda path: None)
+    result = memfit(verb, *tiny, "--budget", "90%", "--steps", "1", "-o", file)
+    assert_refused(result, 2, "cannot be written: No such file", "choose a place")
+
+
+def test_a_folder_that_takes_no_files_is_known_before_anything_is_built(memfit):
+    place = Path("/proc/memfit.json")
+    if not place.parent.is_dir():
+        pytest.skip("there is no /proc here")
+    result = memfit("fit", "transformers:llama-8b", "--budget", "1GiB", "-o", place)
+    assert_refused(result, 2, "'/proc/memfit.json' cannot be written", "choose a place")
+
+
+def test_looking_whether_a_file_can_be_written_leaves_none(tmp_path):
+    check_file(tmp_path / "new.json")
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +104,17 @@ def test_a_step_that_cannot_be_run_exits_with_three(memfit: Run, workload_file) 
     result = memfit("batch-size", target, "--budget", "1MiB")
     assert result.exit_code == 3
     assert "the training step of mine.py:workload failed" in result.stderr
+
+
+def test_the_next_command_works_for_files_with_and_without_a_batch(
+    memfit: Run, workload_file: Callable[..., str]
+) -> None:
+    words = ["--budget", "1MiB", "--steps", "1", "--max-size", "4"]
+    target = workload_file()
+    last = memfit("batch-size", target, *words).stdout.splitlines()[-1]
+    assert f"; next: make the batch of {target} 4, then memfit fit {target} --budget" in last
+    path = target.rpartition(":")[0]
+    text = Path(path).read_text().replace("def workload()", "def workload(batch=2)")
+    Path(path).write_text(text.replace("torch.ones(2, 4)", "torch.ones(batch, 4)"))
+    last = memfit("batch-size", target, *words).stdout.splitlines()[-1]
+    assert f"; next: memfit fit {target} --batch 4 --budget" in last

@@ -32,6 +32,14 @@ def test_a_step_that_does_not_fit_is_exit_code_1(memfit, tiny):
     assert "1.00 MiB" in result.stdout
 
 
+def test_parameters_alone_too_large_are_no_matter_for_a_plan(memfit, tiny):
+    result = memfit("estimate", *without_device(tiny), "--budget", "100KB")
+    assert result.exit_code == 1
+    assert "nothing memfit has now makes it fit" in result.stdout
+    assert "memfit plan" not in result.stdout and "streamed" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("take a smaller model or a larger card")
+
+
 def test_estimate_of_a_file(memfit, workload_file):
     result = memfit("estimate", workload_file(), "--gpu", "T4")
     assert result.exit_code == 0, result.stderr

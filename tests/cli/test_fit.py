@@ -194,3 +194,11 @@ def test_techniques_of_the_step_are_told_and_left_out_of_the_sweep(memfit):
     assert "--sweep" in last and "--allow +offload" in last and "tiled_loss" not in last
     swept = memfit("plan", "encoder", "--sweep", "--allow", "+tiled_loss")
     assert swept.exit_code == 2 and "tiled_loss" in swept.stderr
+
+
+def test_parts_of_a_batch_are_no_accumulation(memfit, tiny):
+    words = ["--allow", "microbatch", "--steps", "1", "--executor", "module"]
+    result = memfit("fit", *tiny, "--budget", "85%", *words)
+    assert result.exit_code == 0, result.stderr
+    assert "microbatch" in result.stdout, "the batch was to be split"
+    assert "--accumulate" not in result.stdout.splitlines()[-1]

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+from memfit.cli.goal import GoalOptions
+from memfit.cli.starting import started
+from memfit.cli.target import Target
 
 
 def test_a_preset_says_how_far_a_fit_may_go(memfit, tiny):
@@ -26,9 +31,67 @@ def test_a_file_gives_the_budget_and_the_command_line_goes_first(memfit, tiny, t
 def test_what_a_preset_cannot_be(memfit, tiny, tmp_path):
     unknown = memfit("fit", *tiny, "--budget", "90%", "--preset", "huge")
     assert unknown.exit_code == 2 and "conservative" in unknown.stderr
-    streamed = memfit("fit", *tiny, "--preset", "50b-24gib")
-    assert streamed.exit_code == 2 and "larger than the budget" in streamed.stderr
+    for name in ("7b-24gib", "50b-24gib"):
+        too_large = memfit("fit", *tiny, "--preset", name)
+        assert too_large.exit_code == 2 and "larger than the budget" in too_large.stderr
     file = tmp_path / "wrong.toml"
     file.write_text("budgets = 3\n")
     wrong = memfit("plan", *tiny, "--config", str(file))
     assert wrong.exit_code == 2 and "unknown field" in wrong.stderr
+
+
+def options(**given: Any) -> GoalOptions:
+    names = ("budget", "utilization", "activation_reduction", "max_slowdown", "strategy")
+    values = [given.get(name) for name in (*names, "interval")]
+    return GoalOptions(*values, [], [], given.get("executor"))
+
+
+def target(**given: Any) -> Target:
+    names = ("batch", "seq", "dtype", "optimizer", "device")
+    return Target("encoder", *(given.get(name) for name in names), [])
+
+
+def test_zeros_and_ones_that_are_given_go_before_a_preset(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("accumulate = 4\n")
+    given = target(batch=0, seq=0), options(max_slowdown=0.0, budget="1GiB")
+    what, goal, batches = started(*given, 1, "124m-4gib", file)
+    assert (what.batch, what.seq, goal.max_slowdown, batches) == (0, 0, 0.0, 1)
+    what, goal, batches = started(target(), options(), None, "124m-4gib", file)
+    assert (what.batch, what.seq, goal.max_slowdown, batches) == (8, 1024, 1.33, 4)
+    assert started(target(), options(), None, None, None)[2] == 1
+
+
+def test_accumulate_once_goes_before_a_file(memfit, tiny, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('accumulate = 4\nbudget = "90%"\n')
+    for words, said in ([], True), (["--accumulate", "1"], False):
+        planned = memfit("plan", *tiny, "--config", file, *words)
+        assert planned.exit_code == 0, planned.stderr
+        assert ("--accumulate 4" in planned.stdout.splitlines()[-1]) == said
+
+
+def test_a_batch_of_none_is_refused_with_a_recipe(memfit):
+    refused = memfit("plan", "encoder", "--preset", "124m-4gib", "--batch", "0")
+    assert refused.exit_code == 2 and "must be at least 1" in refused.stderr
+
+
+def test_a_limit_without_a_budget_is_one_on_the_choices(memfit, tiny, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("max_slowdown = 50\n")
+    shown = memfit("fit", *tiny, "--config", file)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1].endswith("--max-slowdown 50")
+    file.write_text("max_slowdown = 1.0\n")
+    shown = memfit("fit", *tiny, "--config", file, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    assert all(choice["slowdown"] <= 1 + 1e-9 for choice in json.loads(shown.stdout)["choices"])
+
+
+def test_no_choice_within_the_limit(memfit, tiny, monkeypatch):
+    monkeypatch.setattr("memfit.cli.sweep.choices", lambda *given: [])
+    shown = memfit("fit", *tiny, "--preset", "conservative")
+    assert shown.exit_code == 0, shown.stderr
+    last = shown.stdout.splitlines()[-1]
+    assert last.startswith("no plan found within 1.1x the plain step's time, nothing fitted; next")
+    assert "memfit plan encoder" in last and "--sweep" in last

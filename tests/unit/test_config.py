@@ -71,6 +71,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "lion"}, "optimizer"),
     ({"accumulate": 0}, "accumulate"),
     ({"batch": 1.5}, "batch"),
+    ({"batch": True}, "batch is True"),
+    ({"accumulate": True}, "accumulate is True"),
+    ({"allow": ["recompute", 5]}, "allow is"),
     ({"budgets": "1GiB"}, "unknown field"),
 ]
 
@@ -79,6 +82,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_means_nothing_is_refused(data: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
         from_data(data)
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("allow", [("recompute", 5), "recompute", 5, {"recompute"}])
+def test_techniques_that_are_no_names_are_refused(allow: Any) -> None:
+    with pytest.raises(UsageError, match="allow is") as refused:
+        Config(allow=allow)
+    assert refused.value.hint
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none/c\.toml' cannot be written: No such") as refused:
+        Config(budget="1GiB").save(tmp_path / "none" / "c.toml")
     assert refused.value.hint
 
 

@@ -74,9 +74,15 @@ def batch_size(
             return
         session.show(*batch_size_report(found))
         best = found.planned or found.largest
-        chosen = replace(what, batch=best.size)
         words = ["--budget", budget_word(found.budget_bytes), *goal.setup_words()]
-        session.line(summary_line(found, chosen.command("fit", *words)))
+        session.line(summary_line(found, _next(what, best.size, words)))
+
+
+def _next(what: Target, size: int, words: list[str]) -> str:
+    """The command that fits this batch, and what has to be done before it."""
+    if what.takes_batch():
+        return replace(what, batch=size).command("fit", *words)
+    return f"make the batch of {what.name} {size}, then {what.command('fit', *words)}"
 
 
 def _check(goal: GoalOptions, with_plan: bool) -> None:

@@ -54,7 +54,10 @@ def estimate(
         else:
             session.show(*estimate_report(made))
             size = "auto" if device is None else budget_word(made.cards[0].usable_bytes)
-            session.line(f"next, on the card: {what.command('plan', '--budget', size)}")
+            planned = what.command("plan", "--budget", size)
+            other = "take a smaller model or a larger card; every card known: "
+            asked = what.command("estimate")
+            session.line(f"{other}{asked}" if made.hopeless else f"next, on the card: {planned}")
         raise typer.Exit(0 if made.fits else 1)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import GoalOptions, refuse_together
-from memfit.cli.output_file import check_file
+from memfit.cli.output_file import check_file, write_json
 from memfit.cli.session import Session, opened
 from memfit.cli.starting import started
 from memfit.cli.target import Target, accumulating
@@ -51,7 +51,7 @@ def fit(
     cuda_graphs: options.CudaGraphs = False,
     preset: options.Preset = None,
     config: options.ConfigFile = None,
-    accumulate: options.Accumulate = 1,
+    accumulate: options.AccumulateOrPreset = None,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Steps of each kind to time.")
     ] = 10,
@@ -92,7 +92,7 @@ def fit(
             host_budget,
             force or [],
         )
-        what, goal, accumulate = started(what, goal, accumulate, preset, config)
+        what, goal, batches = started(what, goal, accumulate, preset, config)
         plan = _checked(goal, plan_file, output)
         if plan is not None and cuda_graphs:
             raise UsageError(
@@ -109,7 +109,7 @@ def fit(
         workload = what.build()
         techniques = goal.techniques_on(workload.device.type)
         if plan is None and not goal.aims:
-            _show_choices(session, what, workload, goal, accumulate)
+            _show_choices(session, what, workload, goal, batches)
             return
         fitted = api.fit_workload(
             workload,
@@ -117,7 +117,7 @@ def fit(
             plan=plan,
             steps=steps,
             segments=goal.segments or None,
-            accumulate=accumulate,
+            accumulate=batches,
             cuda_graphs=cuda_graphs,
             progress=session.progress,
             **goal.plan_options(),
@@ -157,13 +157,13 @@ def _show(
 
     result = fitted.result
     if output is not None:
-        run_file(fitted).save(output)
+        write_json(output, run_file(fitted).to_json())
     if session.as_json:
         session.emit(result.to_json())
     else:
         rates = fitted.profile.copy if could_move else None
         session.show(*fit_report(result, fitted.plan, rates, explain=explain))
-        same = [*goal.sweep_words(), *accumulating(fitted.profile.accumulate)]
+        same = [*goal.sweep_words(), *accumulating(fitted.plain.accumulate)]
         following = what.command("plan", "--sweep", *same)
         if output is not None:
             page = output.with_suffix(".html")
@@ -237,8 +237,13 @@ def _show_choices(
     if minimum >= unplanned:
         session.line(f"nothing to save; next: {what.command('profile')}")
         return
+    if not found:
+        command = what.command("plan", "--sweep", *goal.setup_words(), *accumulating(accumulate))
+        limit = f"{goal.max_slowdown:g}x the plain step's time"
+        session.line(f"no plan found within {limit}, nothing fitted; next: {command}")
+        return
     session.show(choices_table(found))
     middle = found[len(found) // 2].budget_bytes
-    same = [*goal.setup_words(), *accumulating(accumulate)]
+    same = [*goal.limited_words(), *accumulating(accumulate)]
     command = what.command("fit", "--budget", budget_word(middle), *same)
     session.line(f"no budget given, nothing fitted; next: {command}")

@@ -78,11 +78,6 @@ class GoalOptions:
             )
         if self.interval is not None and self.strategy != "interval":
             raise UsageError("--interval is for strategy interval", hint="add --strategy interval")
-        if self.max_slowdown is not None and not self.aims and not several_strategies:
-            raise UsageError(
-                "--max-slowdown limits a goal, and none is given",
-                hint="add --budget B or --activation-reduction SHARE",
-            )
         check_executor(self.executor)
         _ = self.smallest_bytes, self._host_bytes  # raise when they are no sizes
         allowed_techniques(self._techniques())
@@ -180,6 +175,10 @@ class GoalOptions:
 
         moves = any("offload" in NEEDS.get(name, ()) for name in self._strategies)
         return self._shared_words(["+offload"] if moves and not self.allow else self.allow)
+
+    def limited_words(self) -> list[str]:
+        """Those words, with the slowdown that one of several plans may have."""
+        return [*self.setup_words(), *_given({"--max-slowdown": self.max_slowdown})]
 
     def sweep_words(self) -> list[str]:
         """Those words for a sweep, which plans activations only."""

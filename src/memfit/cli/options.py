@@ -145,7 +145,7 @@ Preset = Annotated[
         "--preset",
         metavar="NAME",
         help="Start from conservative, balanced, aggressive or maximum, or from a recipe: "
-        "124m-4gib, 1b-16gib, 7b-24gib. What is given beside it goes first.",
+        "124m-4gib, 1b-16gib. What is given beside it goes first.",
         rich_help_panel=_HOW,
     ),
 ]
@@ -202,6 +202,17 @@ Accumulate = Annotated[
         "--accumulate",
         metavar="N",
         help="Batches per optimizer step.",
+        rich_help_panel=_HOW,
+    ),
+]
+# With a preset or a file beside it: what is not given comes from there.
+AccumulateOrPreset = Annotated[
+    int | None,
+    typer.Option(
+        "--accumulate",
+        metavar="N",
+        help="Batches per optimizer step.",
+        show_default="1",
         rich_help_panel=_HOW,
     ),
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,13 @@ def check_file(path: Path | None) -> None:
         raise UsageError(f"{str(path)!r} is a folder, not a file", hint=f"try {path / 'out.json'}")
     if not folder.is_dir():
         raise UsageError(f"there is no folder {str(folder)!r} to write into", hint=_HINT)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{str(path)!r} cannot be written", hint=_HINT)
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise UsageError(f"{str(path)!r} cannot be written", hint=_HINT)
+        return
+    with writing(path):  # some folders, such as /proc, may be written to but take no files
+        path.touch(exist_ok=False)
+        path.unlink()
 
 
 def make_folder(path: Path | None) -> None:
@@ -44,8 +51,15 @@ def write_json(path: Path, data: dict[str, Any], indent: int | None = 1) -> None
 
 def write_text(path: Path, text: str) -> None:
     """Write the file, or raise UsageError."""
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise UsageError where the file cannot be written inside."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(
             f"{str(path)!r} cannot be written: {error.strerror}", hint=_HINT

@@ -10,7 +10,7 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import GoalOptions
-from memfit.cli.output_file import check_file, write_json
+from memfit.cli.output_file import check_file, write_json, writing
 from memfit.cli.session import SCHEMA_VERSION, Session, opened
 from memfit.cli.starting import started
 from memfit.cli.target import Target, accumulating
@@ -37,7 +37,7 @@ def plan(
     min_tensor_bytes: options.MinTensorBytes = None,
     preset: options.Preset = None,
     config: options.ConfigFile = None,
-    accumulate: options.Accumulate = 1,
+    accumulate: options.AccumulateOrPreset = None,
     sweep: Annotated[
         bool,
         typer.Option(
@@ -88,7 +88,7 @@ def plan(
             host_budget,
             force or [],
         )
-        what, goal, accumulate = started(what, goal, accumulate, preset, config)
+        what, goal, batches = started(what, goal, accumulate, preset, config)
         _check(goal, sweep, {"--output": output, "--decisions": decisions})
         session.progress("loading torch")
         from memfit import api
@@ -100,7 +100,7 @@ def plan(
             workload,
             segments=goal.segments or None,
             executor=goal.executor,
-            accumulate=accumulate,
+            accumulate=batches,
             progress=session.progress,
         )
         session.progress("planning")
@@ -152,7 +152,7 @@ def _show_plan(
     from memfit.report.plan import plan_report, summary_line
 
     if output is not None:
-        made.save(output)
+        write_json(output, to_data(made))
     if decisions is not None:
         _write_decisions(made, decisions)
     if session.as_json:
@@ -173,7 +173,8 @@ def _write_decisions(plan: Plan, path: Path) -> None:
         rows = list(explained_rows(plan))
         write_json(path, {"schema_version": SCHEMA_VERSION, "decisions": rows})
     else:
-        write_csv(path, decision_rows(plan), DECISION_COLUMNS)
+        with writing(path):
+            write_csv(path, decision_rows(plan), DECISION_COLUMNS)
 
 
 def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOptions) -> None:
@@ -199,12 +200,13 @@ def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOpti
         return
     session.show(headline(profile.workload, {"name": profile.device.name}))
     session.show(sweep_table(rows, unplanned, profile.step_s))
-    middle = rows[len(rows) // 2].budget_bytes
+    planned = [row for row in rows if any(row.plans.values())] or rows
+    middle = planned[len(planned) // 2].budget_bytes
     next_command = what.command(
         "fit",
         "--budget",
         budget_word(middle),
-        *goal.setup_words(),
+        *goal.limited_words(),
         *accumulating(profile.accumulate),
     )
     session.line(f"predicted, not run; next: {next_command}")

@@ -9,7 +9,7 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import check_executor, setup_words
-from memfit.cli.output_file import make_folder, write_json
+from memfit.cli.output_file import make_folder, write_json, writing
 from memfit.cli.session import SCHEMA_VERSION, opened
 from memfit.cli.target import Target, accumulating
 
@@ -69,9 +69,10 @@ def profile(
         rows = segment_rows(measured, saved)
         if output is not None:
             write_json(output / "profile.json", to_data(measured))
-            write_csv(output / "segments.csv", rows)
-            write_csv(output / "timeline.csv", timeline_rows(timeline))
-            _write_tables(measured, output)
+            with writing(output):
+                write_csv(output / "segments.csv", rows)
+                write_csv(output / "timeline.csv", timeline_rows(timeline))
+                _write_tables(measured, output)
         if session.as_json:
             session.emit(
                 {

@@ -68,7 +68,7 @@ def report(
     min_tensor_bytes: options.MinTensorBytes = None,
     preset: options.Preset = None,
     config: options.ConfigFile = None,
-    accumulate: options.Accumulate = 1,
+    accumulate: options.AccumulateOrPreset = None,
     profile_file: Annotated[
         Path | None,
         typer.Option(
@@ -203,8 +203,8 @@ def report(
 
         strategies = [] if no_curve else curve_strategies(curve)
         if target is not None:
-            what, goal, accumulate = started(what, goal, accumulate, preset, config)
-            found = from_fit(session, what, goal, accumulate, steps)
+            what, goal, batches = started(what, goal, accumulate, preset, config)
+            found = from_fit(session, what, goal, batches, steps)
         else:
             found = from_files(session, profile_file, plan_file, result_file, goal)
         found = replace(found, command=shlex.join(["memfit", *sys.argv[1:]]))
@@ -290,13 +290,16 @@ def _show(session: Session, found: RunReport, outputs: Outputs, written: list[Pa
                     "measured_peak_bytes": found.measured_after_bytes,
                 },
                 "verdict": None if result is None else result.verdict,
+                "refused": found.refused or None,
             }
         )
     else:
         session.line(f"wrote {', '.join(str(path) for path in written)}")
+        if found.refused:
+            session.line(f"no plan holds the budget: {found.refused}")
         following = outputs.next_words()
         session.line(
             plan_line(found.plan, following) if result is None else summary_line(result, following)
         )
-    if result is not None and not numbers_agree(result.numerics):
+    if found.refused or (result is not None and not numbers_agree(result.numerics)):
         raise typer.Exit(1)

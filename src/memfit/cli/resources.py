@@ -11,7 +11,7 @@ import typer
 
 from memfit.cli import options
 from memfit.cli.goal import GoalOptions
-from memfit.cli.output_file import check_file, write_json
+from memfit.cli.output_file import check_file, write_json, write_text
 from memfit.cli.session import opened
 from memfit.cli.target import Target
 from memfit.errors import UsageError
@@ -87,7 +87,7 @@ def resources(
         session.progress("watching the host's memory")
         found = take_stock(fitted, workload, samples=samples, epochs=epochs)
         if output is not None and output.suffix == ".md":
-            output.write_text(resources_markdown(found), encoding="utf-8")
+            write_text(output, resources_markdown(found))
         elif output is not None:
             about = {"memfit": __version__, "command": shlex.join(["memfit", *sys.argv[1:]])}
             write_json(output, {"schema_version": 1, **found.to_json(), **about})

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any, NoReturn, TextIO
@@ -17,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.status import Status
 from rich.text import Text
 
-from memfit.errors import DeviceMemoryError, InfeasibleError, MemfitError
+from memfit.errors import DeviceMemoryError, InfeasibleError, MemfitError, NumbersWarning
 
 SCHEMA_VERSION = 1
 PLAIN_WIDTH = 100  # of tables that go to a file or a pipe
@@ -113,6 +114,8 @@ def opened(*, as_json: bool, verbose: bool) -> Iterator[Session]:
     with ExitStack() as stack:
         stack.callback(session.quiet)
         stack.enter_context(_logging(verbose))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", NumbersWarning)  # commands say so themselves
         if as_json:  # what a user's file or a library prints must not mix with the object
             stack.enter_context(redirect_stdout(sys.stderr))
         try:

@@ -4,41 +4,50 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from memfit.cli.goal import GoalOptions
 from memfit.cli.target import Target
 
+T = TypeVar("T")
+
 
 def started(
-    what: Target, goal: GoalOptions, accumulate: int, preset: str | None, file: Path | None
+    what: Target, goal: GoalOptions, accumulate: int | None, preset: str | None, file: Path | None
 ) -> tuple[Target, GoalOptions, int]:
-    """Target, goal and accumulation with a preset's and a file's fields; the file goes first."""
+    """Target, goal and accumulation with a preset's and a file's fields; the file goes first.
+
+    What was given on the command line stays, also where it is 0.
+    """
     if preset is None and file is None:
-        return what, goal, accumulate
+        return what, goal, _first(accumulate, 1)
     from memfit.config import Config, load, named
 
     base = Config() if preset is None else named(preset)
     base = base if file is None else load(file).over(base)
     what = replace(
         what,
-        batch=what.batch or base.batch,
-        seq=what.seq or base.seq,
-        dtype=what.dtype or base.dtype,
-        optimizer=what.optimizer or base.optimizer,
+        batch=_first(what.batch, base.batch),
+        seq=_first(what.seq, base.seq),
+        dtype=_first(what.dtype, base.dtype),
+        optimizer=_first(what.optimizer, base.optimizer),
     )
     if not goal.aims:
-        budget = None if base.budget is None else str(base.budget)
-        goal = replace(goal, budget=budget, utilization=base.utilization)
+        goal = replace(goal, budget=_text(base.budget), utilization=base.utilization)
     goal = replace(
         goal,
-        max_slowdown=goal.max_slowdown or (base.max_slowdown if goal.aims else None),
-        strategy=goal.strategy or base.strategy,
+        max_slowdown=_first(goal.max_slowdown, base.max_slowdown),
+        strategy=_first(goal.strategy, base.strategy),
         allow=goal.allow or list(base.allow),
-        host_budget=goal.host_budget or _text(base.host_budget),
-        executor=goal.executor or base.executor,
-        min_tensor_bytes=goal.min_tensor_bytes or _text(base.min_tensor_bytes),
+        host_budget=_first(goal.host_budget, _text(base.host_budget)),
+        executor=_first(goal.executor, base.executor),
+        min_tensor_bytes=_first(goal.min_tensor_bytes, _text(base.min_tensor_bytes)),
     )
-    return what, goal, accumulate if accumulate != 1 else base.accumulate or 1
+    return what, goal, _first(accumulate, _first(base.accumulate, 1))
+
+
+def _first(given: T | None, other: T) -> T:
+    return other if given is None else given
 
 
 def _text(value: str | int | None) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.errors import UsageError
@@ -42,6 +44,20 @@ class Target:
             optimizer=self.optimizer,
             device=device,
             overrides=_overrides(self.fields),
+        )
+
+    def takes_batch(self) -> bool:
+        """Whether --batch can be given: the function of a file may have no such argument."""
+        from memfit.targets import is_file_target
+
+        if self.batch is not None or not is_file_target(self.name):
+            return True
+        file, _, function = self.name.rpartition(":")
+        return any(
+            node.args.kwarg is not None
+            or "batch" in (a.arg for a in (*node.args.args, *node.args.kwonlyargs))
+            for node in ast.parse(Path(file).read_bytes()).body
+            if isinstance(node, ast.FunctionDef) and node.name == function
         )
 
     def command(self, verb: str, *more: str) -> str:

@@ -13,6 +13,7 @@ from memfit.errors import UsageError
 from memfit.estimating.cuda_operators import cuda_operators, step_as_on_cuda
 from memfit.estimating.fakes import (
     What,
+    check_what,
     fake_workload,
     refused_without_data,
     unnoticed_by_transformers,
@@ -30,6 +31,7 @@ from memfit.units import format_bytes, parse_bytes
 from memfit.workload import Workload, refuse_compiled, unwrap
 
 CUDA_GRAIN = 512
+_LEAST_BYTES = 10**6  # a number from here on is no card's
 _WORKSPACES = CUBLAS_THREADS * CUBLAS_BYTES
 
 
@@ -47,6 +49,7 @@ def estimate(
     takes the operators as they are on the workload's own device.
     """
     cards = _asked(device)
+    check_what(what, target_options)
     with without_memory(what) as fakes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         workload = fake_workload(what, fakes, target_options)
@@ -84,8 +87,10 @@ def _asked(device: str | int | None) -> list[Card | int]:
 
 
 def _is_size(text: str) -> bool:
-    """Whether a text names bytes; a number alone, such as "4090", is a card."""
-    return text.strip().upper().endswith("B") and _can_be_parsed(text)
+    """Whether a text names bytes; a short number alone, such as "4090", is a card."""
+    bare = text.strip()
+    named = bare.upper().endswith("B") or (bare.isdecimal() and int(bare) >= _LEAST_BYTES)
+    return named and _can_be_parsed(text)
 
 
 def _can_be_parsed(text: str) -> bool:
@@ -121,21 +126,23 @@ def _estimate(
     where = moment.phase
     if moment.segment >= 0:
         where += f" of {rows[moment.segment].name}"
-    parameters = sum(p.numel() for p in unwrap(workload.model).parameters())
-    return Estimate(
+    parameters = list(unwrap(workload.model).parameters())
+    made = Estimate(
         workload=describe(workload),
         peak_bytes=sum(categories.values()),
         categories=categories,
         where=where,
         static_bytes=state + sizes["buffers"] + sizes["batch"],
-        state_bytes_per_parameter=state / parameters,
+        state_bytes_per_parameter=state / sum(p.numel() for p in parameters),
         needs=_add(needs, workspace),
         segments=rows,
         flops=work.flops,
         moved_bytes=work.moved_bytes,
         cards=tuple(_on(card, needs, work) for card in cards),
         notes=_notes(workspace, moment.phase),
+        trained_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
     )
+    return replace(made, notes=(*made.notes, *_hopeless_note(made)))
 
 
 def _segment_rows(
@@ -165,6 +172,16 @@ def _on(card: Card | int, needs: Needs, work: Work) -> CardEstimate:
 
 def _add(needs: Needs, size: int) -> Needs:
     return Needs(*(need + size for need in needs.in_order()))
+
+
+def _hopeless_note(made: Estimate) -> list[str]:
+    if not made.hopeless:
+        return []
+    largest = max(card.usable_bytes for card in made.cards)
+    return [
+        f"nothing memfit has now makes it fit: the parameters alone take "
+        f"{format_bytes(made.trained_bytes)}, more than the {format_bytes(largest)} there are"
+    ]
 
 
 def _notes(workspace: int, phase: str) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,6 +56,21 @@ def _mode_for_building() -> FakeTensorMode:
     return mode
 
 
+def check_what(what: What, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for what is no workload and makes none, and for unknown options."""
+    if not isinstance(what, (Workload, str)) and not callable(what):
+        raise UsageError(
+            f"a {type(what).__name__} cannot be estimated",
+            hint='give a memfit.Workload, a target such as "encoder", or a function that builds a '
+            "workload",
+        )
+    known = [name for name in inspect.signature(resolve_target).parameters if name != "target"]
+    if isinstance(what, str) and (unknown := [name for name in options if name not in known]):
+        raise UsageError(
+            f"a target has no option {unknown[0]!r}", hint=f"one of: {', '.join(known)}"
+        )
+
+
 def fake_workload(what: What, fakes: Fakes, options: Mapping[str, Any]) -> Workload:
     """Return `what` on fake tensors: a target or a function's result built so, or a copy.
 
@@ -70,7 +86,13 @@ def fake_workload(what: What, fakes: Fakes, options: Mapping[str, Any]) -> Workl
         )
     if not isinstance(what, Workload):
         with fakes.values.building():
-            return what()
+            made: Any = what()
+        if not isinstance(made, Workload):
+            raise UsageError(
+                f"the function returned a {type(made).__name__}, not a memfit.Workload",
+                hint="end it with `return memfit.Workload(model, loss_fn, optimizer, batch)`",
+            )
+        return made
     if isinstance(next(what.model.parameters()), FakeTensor):
         return what
     if what.device.type == "meta":

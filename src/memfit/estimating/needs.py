@@ -9,21 +9,21 @@ from __future__ import annotations
 from memfit.estimating.history import History
 from memfit.ir.estimate import Needs
 
-# A streamed segment has its parameters here, the next one's on their way, and its gradients.
-STREAMED_COPIES = 3
+# A segment that is stepped has its gradients here, and state of twice their size as Adam keeps it.
+STEPPED_COPIES = 3
 
 
 def needs_of(history: History, largest_parameters: int) -> Needs:
-    """The peak of each way; `largest_parameters` are the most bytes that one segment streams."""
+    """The peak of each way; `largest_parameters` are the most bytes that one segment has."""
     made = history.in_phases(("forward", "backward"))
     recomputed = history.recomputed
     parts = history.categories
     state = parts["optimizer_state"]
     on_host = recomputed - state
-    streamed = on_host - parts["parameters"] - parts["gradients"]
+    stepped = on_host - parts["gradients"]
     return Needs(
         plain_bytes=int(history.total.max()),
         recompute_bytes=int(recomputed.max()),
         optimizer_on_host_bytes=int(on_host[made].max()),
-        stream_bytes=int(streamed[made].max()) + STREAMED_COPIES * largest_parameters,
+        step_in_backward_bytes=int(stepped[made].max()) + STEPPED_COPIES * largest_parameters,
     )

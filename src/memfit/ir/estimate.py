@@ -8,7 +8,8 @@ from typing import Any
 from memfit.ir.codec import to_data
 
 SCHEMA_VERSION = 1
-WAYS = ("plain", "recompute", "optimizer on host", "stream")  # from the fastest to the smallest
+# From the fastest to the smallest; each does what those before it do, too.
+WAYS = ("plain", "recompute", "optimizer on host", "step in backward")
 # The allocator holds more than the tensors in it: 1 to 2.5 % on the steps that were measured.
 UNUSED_SHARE = 0.03
 
@@ -27,13 +28,13 @@ class Needs:
     """Peak bytes of each way to run the step; all but the first are bounds, not plans.
 
     `recompute` drops what every segment saves; `optimizer_on_host` also keeps the optimizer's state
-    in host memory; `stream` brings parameters segment by segment and takes gradients away.
+    in host memory; `step_in_backward` also steps each segment as soon as its gradients are there.
     """
 
     plain_bytes: int
     recompute_bytes: int
     optimizer_on_host_bytes: int
-    stream_bytes: int
+    step_in_backward_bytes: int
 
     def in_order(self) -> tuple[int, ...]:
         """The bytes of each of WAYS."""
@@ -41,7 +42,7 @@ class Needs:
             self.plain_bytes,
             self.recompute_bytes,
             self.optimizer_on_host_bytes,
-            self.stream_bytes,
+            self.step_in_backward_bytes,
         )
 
 
@@ -75,7 +76,7 @@ class Estimate:
     """One step, traced without memory; `cards` are those that were asked about.
 
     `categories` split the peak. `static_bytes` are parameters, gradients, optimizer state, buffers
-    and batch.
+    and batch, `trained_bytes` the parameters that are trained.
     """
 
     workload: dict[str, str]
@@ -90,12 +91,18 @@ class Estimate:
     moved_bytes: int
     cards: tuple[CardEstimate, ...]
     notes: tuple[str, ...] = ()
+    trained_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
 
     @property
     def fits(self) -> bool:
         """Whether the plain step fits on any of the cards."""
         return any(card.fits for card in self.cards)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the trained parameters alone are larger than every card: no technique helps."""
+        return all(self.trained_bytes > card.usable_bytes for card in self.cards)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `memfit estimate --json` prints."""

@@ -9,7 +9,9 @@ from typing import Any
 
 from memfit.errors import RunFileError
 from memfit.ir.codec import from_data, to_data, unpacked
+from memfit.ir.plan import SCHEMA_VERSION as PLAN_VERSION
 from memfit.ir.plan import Plan
+from memfit.ir.profile import SCHEMA_VERSION as PROFILE_VERSION
 from memfit.ir.profile import Profile
 from memfit.ir.result import SCHEMA_VERSION, Result
 from memfit.ir.swap import SwapStatistics
@@ -71,8 +73,32 @@ def _read(data: dict[str, Any]) -> RunFile:
         data["swap"] = {name: value for name, value in swap.items() if name in known}
     return RunFile(
         from_data(Result, data),
-        None if plan is None else from_data(Plan, plan),
-        None if profile is None else from_data(Profile, profile),
-        None if plain is None else from_data(Profile, plain),
+        None if plan is None else from_data(Plan, _of_version(plan, PLAN_VERSION, "plan")),
+        None if profile is None else _whole_profile(profile, "profile"),
+        None if plain is None else _whole_profile(plain, "plain profile"),
         **about,
     )
+
+
+def _of_version(data: Any, version: int, name: str) -> Any:
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != version:
+        raise ValueError(f"its {name} has schema_version {found!r}, not {version}")
+    return data
+
+
+def _whole_profile(data: Any, name: str) -> Profile:
+    """The profile; ValueError where it names calls, blocks or graphs that it does not hold."""
+    profile = from_data(Profile, _of_version(data, PROFILE_VERSION, name))
+    calls, blocks = profile.graph.calls, profile.graph.blocks
+    named = {
+        "blocks": (len(blocks), [n for c in calls for n in (*c.args, *c.linked, *c.held.values())]),
+        "calls": (len(calls), [n for b in blocks for n in (b.call, *(h.call for h in b.holds))]),
+        "graphs": (len(profile.graphs), [c.graph for c in calls]),
+    }
+    for what, (count, numbers) in named.items():
+        if max(numbers, default=-1) >= count:
+            raise ValueError(f"its {name} names {what} up to {max(numbers)} and holds {count}")
+    if len(profile.call_times) != len(calls):
+        raise ValueError(f"its {name} times {len(profile.call_times)} of {len(calls)} calls")
+    return profile

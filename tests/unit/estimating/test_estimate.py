@@ -47,8 +47,10 @@ def test_a_llama_of_8b_takes_no_memory(llama: Estimate) -> None:
 def test_a_llama_of_8b_fits_as_it_is_on_the_largest_card_only(llama: Estimate) -> None:
     ways = {card.name: card.way for card in llama.cards}
     assert [name for name, way in ways.items() if way == "plain"] == ["H200"]
-    assert ways["RTX 4090"] == "stream"
+    assert ways["RTX 4090"] is None, "the parameters alone are larger"
+    assert llama.needs.step_in_backward_bytes < 0.7 * llama.needs.optimizer_on_host_bytes
     assert ways["H100"] == "optimizer on host"
+    assert not llama.hopeless and "nothing memfit has" not in " ".join(llama.notes)
 
 
 def test_an_optimizer_that_copies_all_it_works_on_is_told_of_a_fused_one() -> None:
@@ -117,12 +119,31 @@ def test_every_card_is_answered_unless_one_is_named(small: Estimate) -> None:
     assert [card.name for card in one.cards] == ["RTX 4090"]
 
 
-@pytest.mark.parametrize("device", ["2MiB", 2 * MIB])
+@pytest.mark.parametrize("device", ["2MiB", 2 * MIB, str(2 * MIB)])
 def test_a_budget_is_bytes(device: str | int) -> None:
     made = estimate("encoder", device, batch=8, seq=64, overrides=SMALL)
     (only,) = made.cards
     assert (only.usable_bytes, only.way, only.guessed_step_s) == (2 * MIB, None, None)
     assert not made.fits and only.headroom_bytes < 0
+
+
+def test_parameters_that_are_larger_than_the_budget_are_named() -> None:
+    made = estimate("encoder", "200KB", batch=1, seq=8, overrides=SMALL)
+    assert 200_000 < made.trained_bytes <= made.categories["parameters"]
+    assert made.hopeless and made.cards[0].way is None
+    assert "nothing memfit has now makes it fit: the parameters alone take" in made.notes[-1]
+    larger = estimate("encoder", made.trained_bytes, batch=1, seq=8, overrides=SMALL)
+    assert not larger.hopeless and not any("nothing memfit" in note for note in larger.notes)
+
+
+def test_frozen_parameters_are_not_counted_as_trained() -> None:
+    def frozen() -> Workload:
+        workload = resolve_target("encoder", batch=1, seq=8, overrides=SMALL)
+        next(workload.model.parameters()).requires_grad_(False)
+        return workload
+
+    made = estimate(frozen)
+    assert 0 < made.trained_bytes < made.categories["parameters"]
 
 
 def test_the_first_way_that_fits_is_taken() -> None:
@@ -156,6 +177,20 @@ def test_unknown_cards_and_sizes_are_refused() -> None:
         estimate("encoder", "rtx9999")
     with pytest.raises(UsageError, match="not a budget"):
         estimate("encoder", 0)
+
+
+def test_calls_that_mean_nothing_are_refused() -> None:
+    wrong: Any
+    for wrong in (None, 5, ["encoder"]):
+        with pytest.raises(UsageError, match=f"{type(wrong).__name__} cannot be estimated") as said:
+            estimate(wrong)
+        assert "memfit.Workload" in (said.value.hint or "")
+    with pytest.raises(UsageError, match="no option 'bach'") as said:
+        estimate("encoder", "4090", bach=1)
+    assert "batch, seq, dtype" in (said.value.hint or "")
+    wrong = lambda: None  # noqa: E731
+    with pytest.raises(UsageError, match=r"returned a NoneType, not a memfit\.Workload"):
+        estimate(wrong)
 
 
 def test_options_belong_to_a_name(zoo: SimpleNamespace) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,6 +95,36 @@ def test_what_is_no_run_is_refused(text: str, said: str, tmp_path: Path) -> None
     with pytest.raises(RunFileError, match="not the result of a fit") as caught:
         RunFile.load(tmp_path / "run.json")
     assert said in caught.value.message and "memfit fit" in (caught.value.hint or "")
+
+
+def _cut(data: Any, *path: str, to: int) -> None:
+    for name in path[:-1]:
+        data = data[name]
+    data[path[-1]] = data[path[-1]][:to]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d["plan"].update(schema_version=1), "its plan has schema_version 1"),
+        (lambda d: d["profile"].update(schema_version=0), "its profile has schema_version 0"),
+        (lambda d: d["plain"].update(schema_version=2), "its plain profile has schema_version 2"),
+        (lambda d: d["plan"].pop("schema_version"), "its plan has schema_version None"),
+        (lambda d: d.update(profile=[]), "its profile has schema_version None"),
+        (lambda d: _cut(d, "profile", "graph", "blocks", to=3), "and holds 3"),
+        (lambda d: _cut(d, "profile", "graph", "calls", to=1), "and holds 1"),
+        (lambda d: _cut(d, "plain", "call_times", to=1), "its plain profile times 1 of"),
+    ],
+)
+def test_a_run_whose_parts_were_changed_is_refused(
+    run: RunFile, change: Callable[[Any], None], said: str, tmp_path: Path
+) -> None:
+    data = run.to_json()
+    change(data)
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    with pytest.raises(RunFileError, match="not the result of a fit") as caught:
+        RunFile.load(tmp_path / "run.json")
+    assert said in caught.value.message and caught.value.hint
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:

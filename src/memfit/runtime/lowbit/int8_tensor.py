@@ -37,7 +37,7 @@ class Int8Tensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor in its own type, or in another."""
-        return _float(self.codes, self.scale, self.zero_point).to(dtype or self.dtype)
+        return _float(self.codes, self.scale, self.zero_point, dtype or self.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Some rows of a matrix that has one scale, or one per row."""
@@ -47,8 +47,8 @@ class Int8Tensor:
             return embedding(indices, numbers) if per_row else numbers.reshape(())
 
         zero_point = None if self.zero_point is None else chosen(self.zero_point)
-        rows = _float(embedding(indices, self.codes), chosen(self.scale), zero_point)
-        return rows.to(self.dtype)
+        codes = embedding(indices, self.codes)
+        return _float(codes, chosen(self.scale), zero_point, self.dtype)
 
 
 def quantize(weight: torch.Tensor, *, symmetric: bool = True, axis: int | None = 0) -> Int8Tensor:
@@ -89,12 +89,17 @@ def quantize(weight: torch.Tensor, *, symmetric: bool = True, axis: int | None =
 
 
 def _float(
-    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     values = codes.to(scale.dtype)
-    if zero_point is not None:
-        values -= zero_point
-    return values.mul_(scale)
+    if zero_point is None:
+        return values.mul_(scale).to(dtype)
+    # Half a scale from the largest number of a type there may be infinity.
+    most = min(torch.finfo(dtype).max, torch.finfo(scale.dtype).max)
+    return values.sub_(zero_point).mul_(scale).clamp_(-most, most).to(dtype)
 
 
 def _refuse_tiny(scale: torch.Tensor, spread: torch.Tensor) -> None:

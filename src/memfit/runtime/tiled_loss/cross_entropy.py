@@ -37,6 +37,7 @@ def tiled_cross_entropy(
     losses in place of the count of labels that are not ignored. `compiled` compiles the maths of a
     tile (default: on CUDA).
     """
+    _check_tensors(hidden=hidden, weight=weight, labels=labels, bias=bias)
     dtype = logits_dtype(hidden, weight, bias)
     _check_shapes(hidden, weight, labels, bias)
     _check_choices(label_smoothing, reduction, num_items, tile, tile_bytes)
@@ -48,15 +49,20 @@ def tiled_cross_entropy(
     if tile is None:
         size = TILE_BYTES if tile_bytes is None else tile_bytes
         tile = rows_per_tile(len(flat), len(weight), dtype, tile_bytes=size, compiled=compiled)
-    return tiled_sum(
-        flat,
-        Head(weight, bias, dtype),
-        torch.where(counted, labels, 0),
-        counted,
-        _divisor(counted, reduction, num_items, softmax_dtype(dtype)),
-        label_smoothing,
-        Tiling(tile, compiled),
-    )
+    classes = torch.where(counted, labels, 0)
+    try:
+        return tiled_sum(
+            flat,
+            Head(weight, bias, dtype),
+            classes,
+            counted,
+            _divisor(counted, reduction, num_items, softmax_dtype(dtype)),
+            label_smoothing,
+            Tiling(tile, compiled),
+        )
+    except (RuntimeError, IndexError) as error:
+        _refuse_labels(classes, len(weight), ignore_index, error)
+        raise
 
 
 def _divisor(
@@ -91,6 +97,31 @@ def logits_dtype(
             hint="convert them to one, or run the model and the loss under torch.autocast",
         )
     return hidden.dtype
+
+
+def _check_tensors(**given: torch.Tensor | None) -> None:
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or name != "bias"):
+            raise UsageError(
+                f"{name} is a {type(value).__name__}, not a tensor",
+                hint="call tiled_cross_entropy(hidden, weight, labels) with the head's own tensors",
+            )
+
+
+def _refuse_labels(classes: torch.Tensor, count: int, ignore_index: int, error: Exception) -> None:
+    """Raise UsageError where a label is no class, once the loss has failed: a look takes time.
+
+    Not on CUDA, where nothing can be looked at after such an error, nor at fake tensors.
+    """
+    if type(classes) is not torch.Tensor or classes.device.type != "cpu":
+        return
+    wrong = classes[(classes < 0) | (classes >= count)]
+    if len(wrong):
+        raise UsageError(
+            f"{len(wrong)} of {len(classes)} labels are no class of a weight of {count} rows: the "
+            f"first is {int(wrong[0])}",
+            hint=f"labels are 0 to {count - 1}, or {ignore_index} (ignore_index) to be left out",
+        ) from error
 
 
 def _check_shapes(

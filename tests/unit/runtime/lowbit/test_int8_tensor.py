@@ -103,3 +103,14 @@ def test_channels_of_zeros_stay_and_are_counted() -> None:
 def test_refusals(weight: Any, words: str, symmetric: bool) -> None:
     with pytest.raises(UsageError, match=words):
         quantize(weight, symmetric=symmetric)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_numbers_of_a_type_stay_finite(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    weight = torch.tensor([[most, -most], [most, 0], [0, -most]], dtype=dtype)
+    int8 = quantize(weight, symmetric=False)
+    for back in (int8.dequantize(), int8.rows(torch.arange(3)), int8.dequantize(torch.float64)):
+        assert bool(back.isfinite().all())
+    error = (int8.dequantize().double() / most - weight.double() / most).abs()
+    assert bool((error <= 2 / 255 * 0.51).all()), "half a scale"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.errors import UsageError
 from memfit.runtime.tiled_loss import one_pass
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
 
@@ -214,3 +215,30 @@ def test_compiled_tiles_are_compiled_once(heads: SimpleNamespace) -> None:
     )
     close(loss, expected[0])
     assert counters["stats"]["unique_graphs"] == before + 2
+
+
+@pytest.mark.parametrize("wrong", [29, -3, 2**40])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_label_that_is_no_class_is_refused(wrong: int, trains: bool) -> None:
+    hidden, weight = torch.randn(5, 4, requires_grad=trains), torch.randn(29, 4)
+    labels = torch.tensor([0, 28, wrong, -100, 2])
+    with pytest.raises(UsageError, match=f"1 of 5 labels .* 29 rows: the first is {wrong}") as said:
+        tiled_cross_entropy(hidden, weight, labels)
+    assert "0 to 28, or -100" in (said.value.hint or "")
+
+
+def test_another_error_is_not_taken_for_a_wrong_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr("memfit.runtime.tiled_loss.cross_entropy.tiled_sum", fail)
+    with pytest.raises(RuntimeError, match="out of something"):
+        tiled_cross_entropy(torch.randn(2, 4), torch.randn(3, 4), torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "labels", "bias"])
+def test_what_is_no_tensor_is_refused(name: str) -> None:
+    given = {"hidden": torch.randn(1, 4), "weight": torch.randn(3, 4), "labels": torch.tensor([0])}
+    with pytest.raises(UsageError, match=f"{name} is a list, not a tensor") as said:
+        tiled_cross_entropy(**{**given, name: [0]})  # type: ignore[arg-type]
+    assert said.value.hint
