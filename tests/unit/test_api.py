@@ -362,6 +362,19 @@ def test_options_that_mean_nothing_are_refused(zoo: SimpleNamespace) -> None:
         assert refusal.value.hint
 
 
+def test_sizes_are_text_or_numbers_and_never_negative(zoo: SimpleNamespace) -> None:
+    """The command line took "100KB", and Python answered with a TypeError; -5 was a budget."""
+    profile = memfit.profile(zoo.workload(zoo.Stack))
+    same = memfit.plan(profile, "100%", min_tensor_bytes=100)
+    assert memfit.plan(profile, "100%", min_tensor_bytes="0.1KB").segments == same.segments
+    for wrong in (-5, "small"):
+        with pytest.raises(UsageError, match=r"\nhint: "):
+            memfit.plan(profile, "100%", min_tensor_bytes=wrong)
+    for wrong in (-5, "much"):
+        with pytest.raises(UsageError, match=r"(below 0|not a number of bytes)\nhint: "):
+            memfit.plan(profile, "100%", strategy="swap", host_budget=wrong)
+
+
 def test_plans_of_a_profile(zoo: SimpleNamespace) -> None:
     workload = zoo.workload(zoo.Stack, lambda: zoo.sequences(64))
     profile = memfit.profile(workload)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memfit.errors import PlanFileError
 from memfit.ir.codec import from_data, to_data
+from memfit.ir.plan_check import fault_in
 
 SCHEMA_VERSION = 3
 KEEP, RECOMPUTE, PARTIAL, OFFLOAD = "keep", "recompute", "partial", "offload"
@@ -136,7 +138,12 @@ class Plan:
     padded: dict[str, bool] = field(default_factory=dict)  # odd matrix products, by their sizes
     model_calls: int = 1  # how often the step calls the model itself
     notes: tuple[str, ...] = ()
+    route_key: str = ""  # of the segments it was made with: one that is missing is noticed
     schema_version: int = field(default=SCHEMA_VERSION)
+
+    def __post_init__(self) -> None:
+        if not self.route_key:
+            object.__setattr__(self, "route_key", self.own_route_key)
 
     @property
     def setup(self) -> tuple[str, ...]:
@@ -156,6 +163,12 @@ class Plan:
     def route(self) -> list[tuple[str, int, int]]:
         """Module, number of the call and number of calls, for every segment."""
         return [(s.module, s.number, s.visits) for s in self.segments]
+
+    @property
+    def own_route_key(self) -> str:
+        """How many segments there are, and a hash of what they are."""
+        digest = hashlib.sha256(repr(self.route).encode()).hexdigest()
+        return f"{len(self.segments)}-{digest[:12]}"
 
     @property
     def calls_at_work(self) -> frozenset[int]:
@@ -241,9 +254,12 @@ class Plan:
             version = data.get("schema_version")
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
-            return from_data(Plan, data)
+            plan = from_data(Plan, data)
+            if (fault := fault_in(plan)) is not None:
+                raise ValueError(fault)
+            return plan
         except (ValueError, TypeError, KeyError) as error:
             raise PlanFileError(
                 f"{str(path)!r} is not a whole memfit plan: {error}",
-                hint="the file may be cut off or of another version: make the plan again",
+                hint="the file may be cut off, edited or of another version: make the plan again",
             ) from error

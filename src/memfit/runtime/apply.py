@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
 from memfit.errors import PlanFileError, UsageError
 from memfit.ir.plan import Plan
+from memfit.ir.plan_check import fault_in
 from memfit.measure.memory import Peak
 from memfit.measure.switches import switched_off
 from memfit.runtime.calls import Engine, Route, Router, Wrap, named_modules
@@ -29,7 +30,8 @@ from memfit.runtime.swap.attach import arena_for, swap_around
 from memfit.runtime.swap.engine import Swap
 from memfit.workload import Workload, refuse_compiled, unwrap
 
-_planned: WeakSet[torch.nn.Module] = WeakSet()  # models that a plan is at work on
+# Models that a plan is at work on, with that plan.
+_planned: WeakKeyDictionary[torch.nn.Module, Plan] = WeakKeyDictionary()
 
 
 class Applied(Stacked):
@@ -55,8 +57,8 @@ class Applied(Stacked):
     def _make(self, stack: ExitStack) -> None:
         """Start executing the plan."""
         refuse_planned(self.model)
-        _planned.add(unwrap(self.model))
-        stack.callback(_planned.discard, unwrap(self.model))
+        _planned[unwrap(self.model)] = self.plan
+        stack.callback(_planned.pop, unwrap(self.model), None)
         code = plan_code(self.plan)
         self.recompute = self.recompute or plan_engine(self.plan, self.model)
         engine: Engine = self.recompute
@@ -148,17 +150,40 @@ def plan_code(plan: Plan) -> dict[int, Wrap]:
 
 
 def refuse_planned(model: torch.nn.Module) -> None:
-    """UsageError when a plan is at work on the model: another would measure and run that one."""
-    if unwrap(model) in _planned:
+    """UsageError when a plan is at work in the model: another would measure and run that one."""
+    model = unwrap(model)
+    here = type(model).__name__
+    mine = set(model.modules())
+    for planned, plan in list(_planned.items()):
+        there = type(planned).__name__
+        shared = {name for name, module in planned.named_modules() if module in mine}
+        if planned is model:
+            where = f"this {here} already"
+        elif model in set(planned.modules()):
+            where = f"the {there} that this {here} is a part of"
+        elif planned in mine:
+            where = f"a part of this {here}, a {there}"
+        elif any(s.module in shared for s in plan.segments):
+            where = f"a {there} that shares segments with this {here}"
+        else:
+            continue
         raise UsageError(
-            f"a plan is at work on this {type(unwrap(model)).__name__} already",
+            f"a plan is at work on {where}",
             hint="take it off first: fitted.undo(), or leave the block of memfit.apply",
         )
 
 
 def check_plan(plan: Plan, model: torch.nn.Module) -> None:
-    """Refuse a plan that was made for another model or another torch, and a compiled model."""
+    """Refuse a plan that was made for another model or another torch, and a compiled model.
+
+    One that was changed since it was made is refused, too, where that cannot be run.
+    """
     refuse_compiled(model)
+    if (fault := fault_in(plan)) is not None:
+        raise PlanFileError(
+            f"the plan cannot be run: {fault}",
+            hint="it was changed since it was made: make a new one with memfit.plan",
+        )
     if plan.fingerprint != model_signature(model):
         here = f"{type(unwrap(model)).__name__}"
         raise PlanFileError(

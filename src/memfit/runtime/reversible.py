@@ -6,12 +6,17 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Self
 
+from memfit.errors import UsageError
+
 
 class Reversible(ABC):
     """A change that goes to work and is taken back; a context manager, at work within its block.
 
-    Entered when it is at work already, it is taken back all the same when the block is left.
+    Entered when it is at work already, it is taken back all the same when the block is left. A
+    block within its own block would take it back too early, and is refused.
     """
+
+    _entered = False
 
     @property
     @abstractmethod
@@ -27,9 +32,15 @@ class Reversible(ABC):
         """Take it back; harmless when done twice."""
 
     def __enter__(self) -> Self:
-        return self if self.at_work else self.install()
+        if self._entered and self.at_work:
+            raise _twice(self)
+        if not self.at_work:
+            self.install()
+        self._entered = True
+        return self
 
     def __exit__(self, *_: object) -> None:
+        self._entered = False
         self.undo()
 
 
@@ -45,7 +56,8 @@ class Stacked(Reversible):
 
     def install(self) -> Self:
         """Make the change."""
-        assert self._stack is None, f"{type(self).__name__} is at work already"
+        if self._stack is not None:
+            raise _twice(self)
         with ExitStack() as stack:
             self._make(stack)
             self._stack = stack.pop_all()
@@ -60,3 +72,10 @@ class Stacked(Reversible):
     @abstractmethod
     def _make(self, stack: ExitStack) -> None:
         """Make the changes, and put on the stack what takes each back."""
+
+
+def _twice(change: Reversible) -> UsageError:
+    return UsageError(
+        f"this {type(change).__name__} is at work already",
+        hint="enter it once; it can be entered again when its block was left, or after undo()",
+    )

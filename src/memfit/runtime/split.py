@@ -38,6 +38,11 @@ def parts_of(batch: Any, count: int) -> list[Any]:
     """The batch in `count` parts as equal as can be, without copies; fewer when it is smaller."""
     if count == 1:
         return [batch]
+    if count < 1:
+        raise UsageError(
+            f"a batch cannot be run in {count} parts",
+            hint="the plan's `split` counts them: 1 or more",
+        )
     size = samples_in(batch)
     length = -(-size // count)
     starts = range(0, size, length)

@@ -18,7 +18,7 @@ from torch import nn
 import memfit
 from memfit import api
 from memfit.capture.profile import profile_workload
-from memfit.errors import PlanFileError
+from memfit.errors import PlanFileError, UsageError
 from memfit.ir.plan import Plan
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
@@ -149,6 +149,29 @@ def test_apply_can_be_entered_again_and_undo_twice_is_harmless(zoo: SimpleNamesp
     assert applied.router is None
 
 
+def test_a_block_within_its_own_block_is_refused(zoo: SimpleNamespace) -> None:
+    """The inner block took the plan off: the rest of the outer one ran without it, silently."""
+    workload = zoo.workload(zoo.Stack)
+    applied = memfit.apply(_plan(workload), workload.model)
+    with applied:
+        with pytest.raises(UsageError, match=r"this Applied is at work already\nhint: "), applied:
+            pass
+        with pytest.raises(UsageError, match=r"at work already\nhint: "):
+            applied.install()
+        assert applied.router is not None
+        workload.compute_loss().backward()
+        assert applied.router.engine.replays
+    assert applied.router is None
+    with applied.install():
+        pass
+    assert applied.router is None, "a block takes off what was installed before it"
+    with applied:
+        applied.undo()
+        with applied:
+            assert applied.router is not None
+    assert not any("forward" in m.__dict__ for m in workload.model.modules())
+
+
 def test_a_saved_plan_runs_as_the_one_that_was_made(
     zoo: SimpleNamespace,
     tmp_path: Path,
@@ -194,6 +217,52 @@ def test_plans_for_something_else_are_refused(zoo: SimpleNamespace) -> None:
     with pytest.raises(PlanFileError, match="no module 'stem'"):
         Applied(plan, nn.Linear(2, 2)).install()
     memfit.apply(replace(plan, torch=plan.torch.split("+")[0] + "+cu130"), workload.model)
+
+
+def test_plans_that_were_changed_are_refused(zoo: SimpleNamespace) -> None:
+    """They need not come from a file: ZeroDivisionError, IndexError or nothing at all was said."""
+    workload = zoo.workload(zoo.Stack)
+    plan = memfit.plan(workload, "100%", executor="graph")
+    for changes, says in (
+        ({"variants": ()}, "there are 0 variants"),
+        ({"segments": plan.segments[:-1]}, "it has 5 segments and was made with 6"),
+    ):
+        changed = replace(plan, **changes)
+        with pytest.raises(PlanFileError, match=rf"{says}\nhint: "):
+            memfit.apply(changed, workload.model)
+        with pytest.raises(PlanFileError, match=rf"{says}\nhint: "):
+            memfit.fit_workload(workload, None, plan=changed)
+    with pytest.raises(UsageError, match=r"in 0 parts\nhint: "):
+        memfit.fit_workload(workload, None, plan=replace(plan, split=0))
+
+
+def test_a_plan_at_work_elsewhere_in_the_model_is_seen(zoo: SimpleNamespace) -> None:
+    """A part of a planned model seemed to run under no_grad or in checkpoints of its own."""
+    workload = zoo.workload(zoo.Stack)
+    model, plan = workload.model, _plan(workload)
+    inner = nn.Sequential(*model.blocks)
+    x = torch.randn(4, 16)
+
+    def planned(part: nn.Module, batch: torch.Tensor) -> Workload:
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        return Workload(part, lambda model, batch: model(batch).square().mean(), optimizer, batch)
+
+    for part, batch, says in (
+        (model.blocks[0], x, "on the Stack that this Block is a part of"),
+        (nn.Sequential(model), workload.batch, "on a part of this Sequential, a Stack"),
+        (inner, x, "on a Stack that shares segments with this Sequential"),
+    ):
+        with memfit.apply(plan, model):
+            for verb in (
+                memfit.profile,
+                lambda workload: memfit.plan(workload, "80%"),
+                lambda workload: memfit.fit_workload(workload, "80%"),
+            ):
+                with pytest.raises(UsageError, match=f"a plan is at work {says}\nhint: take it"):
+                    verb(planned(part, batch))
+        memfit.profile(planned(part, batch))
+    with memfit.apply(plan, model), memfit.apply(plan, copy.deepcopy(model)):
+        pass
 
 
 def test_a_route_to_missing_modules_is_refused_and_leaves_nothing(zoo: SimpleNamespace) -> None:

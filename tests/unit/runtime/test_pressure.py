@@ -580,16 +580,26 @@ def test_a_second_thread_is_refused() -> None:
     assert isinstance(leaving, UsageError) and leaving.hint
 
 
-def test_threshold_zero_without_host_memory_is_an_error() -> None:
-    chain = Chain()
-    forced = valve(host_budget=3 * UNIT)
-    with pytest.raises(HostMemoryError, match="no room to swap"), forced:
+def test_what_the_host_budget_has_no_room_for_stays_on_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING), valve(host_budget=3 * UNIT) as forced:
+        for _ in range(2):
+            chain = Chain()
+            chain.grow(10)
+            assert forced.statistics.swaps % 2 == 0
+            chain.check()
+    assert forced.statistics.swaps == forced.statistics.retrievals == 4
+    assert forced.statistics.host_highest_bytes <= 3 * UNIT
+    assert forced.refusals > 0
+    (record,) = caplog.records
+    assert "host budget of 11.72 KiB" in record.getMessage()
+    assert "memfit.pressure(host_budget=" in record.getMessage()
+    with valve(host_budget=11 * UNIT) as enough:
+        chain = Chain()
         chain.grow(10)
-    assert forced.statistics.swaps == 2
-    chain = Chain()
-    with forced:
-        chain.grow(2)
-    chain.check()
+        chain.check()
+    assert enough.refusals == 0
 
 
 def test_a_valve_without_host_memory_says_so_once_and_training_goes_on(
@@ -691,6 +701,7 @@ def test_room_is_left_for_the_largest_tensors() -> None:
         ({"device": "mps"}, "devices of type 'mps'"),
         ({"device": "gpu"}, "'gpu' names no device"),
         ({"capacity": None}, "on a cpu device"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', and there "),
     ],
 )
 def test_bad_input_is_refused_with_a_hint(options: dict[str, Any], message: str) -> None:
@@ -698,6 +709,19 @@ def test_bad_input_is_refused_with_a_hint(options: dict[str, Any], message: str)
     with pytest.raises(UsageError, match=message) as caught:
         memfit.pressure(**(good | options))
     assert caught.value.hint
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="there is no CUDA device here") as caught:
+        memfit.pressure(device="cuda")
+    assert caught.value.hint and 'device="cpu"' in caught.value.hint
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UsageError, match="there are 2 CUDA devices here") as caught:
+        memfit.pressure(device="cuda:2")
+    assert caught.value.hint and "cpu" not in caught.value.hint
+    memfit.pressure(device="cuda:1")
 
 
 def test_memory_that_runs_out_in_the_backward_makes_everything_else_leave(

@@ -251,11 +251,12 @@ class _Compilation:
             segments.begins(key)
             if key is not None and measure is not None and segments.wants_costs(key):
                 measure(args)
-            if segments.watch is None:
+            watch = segments.watch
+            if watch is None:
                 return compiled(args)
-            _show(segments.watch, names, args)
+            _show(watch, names, args)
             returned = compiled(args)
-            _show(segments.watch, results, returned)
+            _show(watch, results, returned)
             return returned
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -267,8 +268,9 @@ class _Compilation:
 
         def run(args: list[Any]) -> Any:
             returned = compiled(args)
-            if segments.returned is not None:
-                segments.returned()
+            tell = segments.returned
+            if tell is not None:
+                tell()
             return returned
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ traced as one graph raises CannotCapture: its caller runs it as the module does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import NodeCost
 from memfit.runtime.compile.ahead import Workers, worker_count
 from memfit.runtime.compile.choice import CannotCapture, Choice, OtherGraph, OtherShape, no_graph
-from memfit.runtime.compile.joint import input_shapes, names_in, structure_of
+from memfit.runtime.compile.joint import dtypes, input_sizes, names_in, structure_of
 from memfit.runtime.compile.shapes import Shapes
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ Forward = Callable[..., Any]
 Watch = Callable[[str, torch.Tensor], None]
 
 
+class _Here(threading.local):
+    """What a thread wants to see and has run: models may run in several threads at once."""
+
+    watch: Watch | None = None
+    last_key: str | None = None
+
+
 @cache
 def compiled_segments(executor: str) -> CompiledSegments:
     """The compiled code of this process: what one fit compiled the next one finds."""
@@ -41,16 +49,16 @@ def compiled_segments(executor: str) -> CompiledSegments:
 class CompiledSegments:
     """Compiles and runs segment calls; knows every joint graph it has met.
 
-    `last_key` is the graph that the latest call ran, None when it needed no gradient.
+    `last_key` is the graph that this thread's latest call ran, None when it needed no gradient.
     """
 
     def __init__(self, executor: str) -> None:
         assert executor in EXECUTORS, executor
         self.executor = executor
         self.graphs: dict[str, JointGraph] = {}
-        self.last_key: str | None = None
         self.compilations = 0
-        self.watch: Watch | None = None
+        self._here = _Here()
+        self._watch: Watch | None = None  # of all threads: a replay may run in autograd's
         self.returned: Callable[[], None] | None = None  # is told when a backward returns
         self.runs = 0  # compiled forwards that began
         self.said: set[str] = set()  # warnings
@@ -60,6 +68,20 @@ class CompiledSegments:
         self._shapes: dict[tuple[Forward, str, Choice], Shapes] = {}
         self._measuring = False
         self._measured: set[str] = set()
+
+    @property
+    def last_key(self) -> str | None:
+        """The graph that the latest call in this thread ran."""
+        return self._here.last_key
+
+    @last_key.setter
+    def last_key(self, key: str | None) -> None:
+        self._here.last_key = key
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is shown the tensors of forward graphs that run in this thread."""
+        return self._here.watch or self._watch
 
     def __call__(
         self,
@@ -89,6 +111,7 @@ class CompiledSegments:
         assert saved is None or key is not None, "names belong to a graph"
         names = None if saved is None else tuple(sorted(set(saved)))
         planned: Shapes | None = None
+        accepted = {None, key}  # graphs that ran
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal planned
@@ -100,7 +123,14 @@ class CompiledSegments:
                 planned = self._planned(function, module, key, choice, mutated_buffers)
             if self.workers.most and not planned.has_code:
                 return self._as_traced(planned, module, args, kwargs)
-            return planned(module, args, kwargs)
+            try:
+                result = planned(module, args, kwargs)
+            except OtherShape as error:  # for sizes that ran before: something else has changed
+                raise _other_graph(planned.kind, error.message) from error
+            if self.last_key not in accepted:
+                self._check_dtypes(key, planned.kind)
+                accepted.add(self.last_key)
+            return result
 
         return run
 
@@ -112,19 +142,30 @@ class CompiledSegments:
     def check(self, choice: Choice, graph: JointGraph, kind: str) -> None:
         """Refuse a graph that is not the planned one.
 
-        OtherShape when the planned one is known and was for other shapes, OtherGraph otherwise.
+        OtherShape when the planned one is known and was for other sizes, OtherGraph otherwise.
         """
         found = structure_of(graph.key)
         if choice.structure in (None, found):
+            _refuse_unknown(choice.saved or (), graph, kind)
             return
         planned = self._with_structure(choice.structure)
-        if planned and all(input_shapes(g) != input_shapes(graph) for g in planned):
+        same_sizes = [g for g in planned if input_sizes(g) == input_sizes(graph)]
+        if planned and not same_sizes:
             raise OtherShape(f"{kind} runs other operators for these shapes")
-        raise OtherGraph(
-            f"{kind} no longer runs the operators it was planned for "
-            f"(graph {found}, planned {choice.structure})",
-            hint="the model, its mode or its inputs changed: make a new plan",
-        )
+        here = set(dtypes(graph))
+        other = bool(planned) and all(set(dtypes(g)) != here for g in same_sizes)
+        raise _other_graph(kind, f"graph {found}, planned {choice.structure}", other_dtypes=other)
+
+    def _check_dtypes(self, key: str, kind: str) -> None:
+        """OtherGraph when the latest call had the planned sizes and other dtypes."""
+        ran, planned = self.graphs.get(self.last_key or key), self.graphs.get(key)
+        if ran is None or planned is None or input_sizes(ran) != input_sizes(planned):
+            return
+        if structure_of(ran.key) != structure_of(key):
+            return
+        for was, now in zip(dtypes(planned), dtypes(ran), strict=True):
+            if was != now:
+                raise _other_graph(kind, f"{now} where {was} was planned", other_dtypes=True)
 
     def check_key(self, choice: Choice, key: str | None, kind: str) -> None:
         """The same for a graph that ran; one with symbolic sizes has no fixed ones to compare."""
@@ -187,12 +228,28 @@ class CompiledSegments:
 
         `returned` is called whenever a backward graph has run.
         """
-        before = self.watch, self.returned
-        self.watch, self.returned = watch, returned or self.returned
+        before = self._watch, self.returned
+        self._watch, self.returned = watch, returned or self.returned
         try:
             yield
         finally:
-            self.watch, self.returned = before
+            self._watch, self.returned = before
+
+    @contextmanager
+    def watched_here(self, watch: Watch) -> Iterator[None]:
+        """Show `watch` what runs in this thread, after whoever is watching already."""
+        outer, before = self.watch, self._here.watch
+
+        def both(node: str, tensor: torch.Tensor) -> None:
+            assert outer is not None
+            outer(node, tensor)
+            watch(node, tensor)
+
+        self._here.watch = watch if outer is None else both
+        try:
+            yield
+        finally:
+            self._here.watch = before
 
     def close(self) -> None:
         """Drop the compiled code; graphs stay known."""
@@ -287,6 +344,27 @@ class CompiledSegments:
             shapes = Shapes(self, function, kind, choice, mutated_buffers)
             self._shapes[function, key, choice] = shapes
         return shapes
+
+
+def _refuse_unknown(names: Collection[str], graph: JointGraph, kind: str) -> None:
+    """OtherGraph when names that a plan keeps are none of the graph's."""
+    unknown = [name for name in names if name not in graph.index]
+    if unknown:
+        raise OtherGraph(
+            f"the plan keeps {unknown[0]!r} of {kind}, which has no tensor of that name",
+            hint="the plan was changed since it was made: make a new one",
+        )
+
+
+def _other_graph(kind: str, how: str, *, other_dtypes: bool = False) -> OtherGraph:
+    """The error of a segment that has changed; `other_dtypes` say in what way."""
+    return OtherGraph(
+        f"{kind} no longer runs the operators it was planned for ({how})",
+        hint="the step was planned under other autocast settings, or for inputs of other dtypes: "
+        "run it as it was planned, or make a new plan"
+        if other_dtypes
+        else "the model, its mode, its autocast settings or its inputs changed: make a new plan",
+    )
 
 
 def _bound(forward: Forward, planned: bool) -> tuple[torch.nn.Module, Forward]:

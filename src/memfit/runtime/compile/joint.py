@@ -52,9 +52,15 @@ def structure_of(key: str) -> str:
     return key.partition("-")[0]
 
 
-def input_shapes(graph: JointGraph) -> list[str]:
-    """Shapes of the activations that enter the graph."""
-    return [node.shape for node in graph.nodes if node.role == "input"]
+def input_sizes(graph: JointGraph) -> list[str]:
+    """Sizes of the activations that enter the graph, whatever their dtypes."""
+    inputs = (node.shape for node in graph.nodes if node.role == "input")
+    return ["".join(shape.partition("[")[1:]) for shape in inputs]
+
+
+def dtypes(graph: JointGraph) -> list[str]:
+    """The dtype of every node, empty where it is no tensor."""
+    return [node.shape.partition("[")[0] for node in graph.nodes]
 
 
 def names_in(graph: JointGraph, twin: JointGraph) -> dict[str, str] | None:

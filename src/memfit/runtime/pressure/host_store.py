@@ -10,6 +10,7 @@ from memfit.runtime.swap.arena import GRAIN, Arena, default_host_budget
 from memfit.runtime.swap.lanes import lanes_for
 from memfit.runtime.swap.moved import Moved
 from memfit.runtime.swap.mover import Mover
+from memfit.units import format_bytes
 
 _CHUNK = 256 * 2**20  # the arena's first; later ones double it
 
@@ -48,9 +49,9 @@ class HostStore:
         size = tensor.untyped_storage().nbytes()
         try:
             moved = mover.move(tensor, None)
-        except HostMemoryError:
+        except HostMemoryError as error:
             if not self._grow(mover.arena, size):
-                raise
+                raise self._no_room(mover.arena, size) from error
             moved = mover.move(tensor, None)
         self.highest_bytes = max(self.highest_bytes, mover.arena.highest_bytes)
         return moved
@@ -88,3 +89,11 @@ class HostStore:
             self._budget = arena.capacity_bytes  # do not ask the system for more again
             raise
         return True
+
+    def _no_room(self, arena: Arena, size: int) -> HostMemoryError:
+        assert self._budget is not None
+        return HostMemoryError(
+            f"no room to swap {format_bytes(size)} to the host: {format_bytes(arena.used_bytes)} "
+            f"of the host budget of {format_bytes(self._budget)} are in use",
+            hint="give the valve more host memory: memfit.pressure(host_budget=...)",
+        )

@@ -35,6 +35,11 @@ class Valve:
         return self._saved_tensors.statistics()
 
     @property
+    def refusals(self) -> int:
+        """How often a tensor that was to move stayed, because host memory had no room for it."""
+        return self._saved_tensors.refusals
+
+    @property
     def dozes(self) -> bool:
         """Whether memory is so far from short that saved tensors are not looked at."""
         return self._attention.dozes
@@ -102,6 +107,9 @@ def pressure(
     that are idle longest move to host memory (at most `host_budget`), until `release_at` of the
     capacity is in use (threshold less 0.1). 0 moves everything that can.
 
+    What host memory has no room for stays on the device: training goes on, a warning says so once
+    and `refusals` counts it.
+
     The capacity is what this process may take of the GPU, the device that of the first large
     tensor saved there. On the CPU, where saved tensors are all that is counted, it must be given.
 
@@ -157,4 +165,19 @@ def _device(value: torch.device | str) -> torch.device:
             f"memory of devices of type {device.type!r} cannot be swapped",
             hint="the valve works on cuda; on the cpu it copies within the host",
         )
+    if device.type == "cuda":
+        _check_cuda(device)
     return device
+
+
+def _check_cuda(device: torch.device) -> None:
+    """Refuse a GPU that is not there: no tensor would ever be saved on it."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found <= (device.index or 0):
+        there = {0: "is no CUDA device", 1: "is one CUDA device"}
+        raise UsageError(
+            f"device is {str(device)!r}, and there "
+            f"{there.get(found, f'are {found} CUDA devices')} here",
+            hint="leave device out to take that of the first large saved tensor"
+            + ("" if found else ', or give device="cpu" and a capacity'),
+        )

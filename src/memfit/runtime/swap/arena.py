@@ -99,12 +99,15 @@ class _Chunk:
 class Arena:
     """Host memory in slots. Its statistics count slots rounded up to GRAIN.
 
+    When it is full it grows by what is asked for, while no more than `grows_until` are in use then.
+
     `give` may be called by a finalizer, so at any moment and from any thread: it only queues when
     the arena is busy.
     """
 
     def __init__(self, bytes: int, pinned: bool) -> None:
         self.pinned = pinned
+        self.grows_until = 0
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._chunks: list[_Chunk] = []
@@ -144,14 +147,17 @@ class Arena:
         wanted = _rounded(size)
         with self._lock:
             self._take_back()
-            for number, chunk in enumerate(self._chunks):
-                free = chunk.take(wanted)
-                if free is not None:
-                    self._used += wanted
-                    self._highest = max(self._highest, self._used)
-                    view = chunk.memory[free.start : free.start + size]
-                    return Slot(view, free.after, None, number, free.start, free.stop)
-            raise self._full(wanted)
+            found = self._find(wanted)
+            if found is None and self._used + wanted <= self.grows_until:
+                self._chunks.append(_Chunk(wanted, self.pinned))
+                found = self._find(wanted)
+            if found is None:
+                raise self._full(wanted)
+            number, free = found
+            self._used += wanted
+            self._highest = max(self._highest, self._used)
+            view = self._chunks[number].memory[free.start : free.start + size]
+            return Slot(view, free.after, None, number, free.start, free.stop)
 
     def give(self, slot: Slot, after: Token | None) -> None:
         """Free a slot; `after` is the copy that may still read it."""
@@ -178,6 +184,14 @@ class Arena:
         # Bound beforehand: at the end of a process the modules' names are gone.
         if hasattr(self, "_closed") and not is_finalizing():
             self.close()
+
+    def _find(self, size: int) -> tuple[int, _Free] | None:
+        """The first free piece of this size, and the number of its chunk."""
+        for number, chunk in enumerate(self._chunks):
+            free = chunk.take(size)
+            if free is not None:
+                return number, free
+        return None
 
     def _take_back(self) -> None:
         while self._returned:

@@ -14,25 +14,33 @@ from memfit.runtime.swap.engine import CallMoves, Swap
 from memfit.runtime.swap.lanes import lanes_for
 from memfit.workload import unwrap
 
-# More than the plan says, for storages that are a little larger than the tensors in them.
+# More than the plan says, for storages that are a little larger than the tensors in them. It is
+# taken when it turns out to be needed: what the plan says is within the host budget, this may not.
 ROOM = 1.02
-_arenas: weakref.WeakValueDictionary[bool, Arena] = weakref.WeakValueDictionary()
+# The latest arena of each model. One plan at most is at work on a model, so its plans take turns;
+# those of two models may be at work at once.
+_arenas: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Arena]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def arena_for(plan: Plan, model: torch.nn.Module) -> Arena:
-    """Host memory for what the plan moves; plans that take turns share it.
+    """Host memory for what the plan moves; the plans of one model share it.
 
     HostMemoryError when it cannot be had.
     """
-    pinned = next(unwrap(model).parameters()).is_cuda
+    module = unwrap(model)
+    pinned = next(module.parameters()).is_cuda
     moves = sum(
         len(plan.variants[s.variant].offloaded) for s in plan.segments if s.variant is not None
     )
-    wanted = int(ROOM * plan.host_bytes) + GRAIN * (moves + len(plan.segments))
-    arena = _arenas.get(pinned)
-    if arena is None or arena.capacity_bytes < wanted or arena.used_bytes:
-        arena = Arena(wanted, pinned)
-        _arenas[pinned] = arena
+    spare = int((ROOM - 1) * plan.host_bytes) + GRAIN * (moves + len(plan.segments))
+    known = _arenas.get(module)
+    arena = None if known is None else known()
+    if arena is None or arena.pinned != pinned or arena.capacity_bytes < plan.host_bytes:
+        arena = Arena(plan.host_bytes, pinned)
+        _arenas[module] = weakref.ref(arena)
+    arena.grows_until = max(arena.grows_until, plan.host_bytes + spare)
     return arena
 
 

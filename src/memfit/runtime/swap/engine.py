@@ -25,7 +25,7 @@ from memfit.runtime.swap.lanes import Lanes
 from memfit.runtime.swap.moved import Handle, Kept
 from memfit.runtime.swap.mover import Mover
 from memfit.runtime.swap.schedule import Step
-from memfit.runtime.swap.storages import StorageSet, may_move
+from memfit.runtime.swap.storages import StorageSet, has_storage, may_move
 
 Packed = Handle | Kept
 
@@ -120,7 +120,7 @@ class Swap:
             output = self._run(index, forward, args, kwargs)
         finally:
             self._running = None
-        if index in self._points:
+        if index in self._points or index == self._num_calls - 1:
             self._announce(index, output)
         if self._bare and index == self._num_calls - 1:
             self.end()
@@ -170,14 +170,15 @@ class Swap:
     def _give_up_failed(self) -> None:
         """Drop what no backward will ask for, although someone may hold its graph.
 
-        A backward that asked for some tensors and not for others has failed: with
-        `retain_graph=True` it would have asked for all.
+        A backward that began and did not come to its end has failed. So has one that asked for
+        some tensors and not for others: with `retain_graph=True` it would have asked for all. One
+        that failed in the loss, before it came to the calls, cannot be told from one to come.
         """
         if not self._step.complete:
             self._mover.drop(self._step.living())
         self._older = [step for step in (*self._older, self._step) if step.living()]
         for step in self._older:
-            if step.begun:
+            if step.begun or step.failed:
                 self._mover.drop([moved for moved in step.living() if not moved.here])
         self._mover.settle()
 
@@ -212,7 +213,9 @@ class Swap:
         self._hooks.append(hooks)
         try:
             with self._watched(moves, named):
-                return self._inner(index, forward, args, kwargs)
+                output = self._inner(index, forward, args, kwargs)
+            self._note_returned(output, named)
+            return output
         finally:
             self._close_hooks()
 
@@ -231,15 +234,12 @@ class Swap:
         if names is None or compiled is None:
             yield
             return
-        outer = compiled.watch
 
         def watch(node: str, tensor: torch.Tensor) -> None:
-            if outer is not None:
-                outer(node, tensor)
             if node in names:
                 named.add(tensor)
 
-        with compiled.watched(watch):
+        with compiled.watched_here(watch):
             yield
 
     def _pack(self, moves: CallMoves, named: StorageSet, tensor: torch.Tensor) -> Packed:
@@ -248,12 +248,20 @@ class Swap:
         storage = tensor.untyped_storage()
         if storage in self._given or (moves.names is not None and storage not in named):
             return Kept(tensor)
-        moved = self._step.find(tensor)
-        if moved is None:
+        known = self._step.find(tensor)
+        if known is None:
             moved = self._mover.move(tensor, self._step)
             self._step.add(moved, moves.release)
-        self._step.wanted(moved, moves.prefetch)
-        return Handle(moved, tensor)
+            known = moved, moved.counters[0]
+        self._step.wanted(known[0], moves.prefetch)
+        return Handle(*known, tensor)
+
+    def _note_returned(self, output: Any, named: StorageSet) -> None:
+        """Find out which results of a compiled call lie in memory that it has named."""
+        for leaf in tree_leaves(output) if named else ():
+            if isinstance(leaf, torch.Tensor) and has_storage(leaf) and not leaf.is_inference():
+                if leaf.untyped_storage() in named:
+                    self._step.returned(leaf)
 
     def _release(self, index: int) -> None:
         due = self._step.due_releases(index)
@@ -261,13 +269,15 @@ class Swap:
             self._mover.release(due)
 
     def _announce(self, index: int, output: Any) -> None:
-        """Have the copies back begin with the backward of this call."""
+        """Have the copies back begin with the backward of this call, and take note of that."""
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
         for node in {t.grad_fn for t in tensors if t.grad_fn is not None}:
             node.register_prehook(partial(self._prefetch, self._step, index))
 
     def _prefetch(self, step: Step, index: int, gradients: Any = None) -> None:
-        step.begun = step.begun or gradients is not None
+        if gradients is not None:
+            step.begun = step.begun or index in self._points
+            step.walked()
         due = step.due_prefetches(index)
         if due:
             self._mover.prefetch(due)

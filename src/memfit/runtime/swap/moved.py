@@ -16,6 +16,27 @@ if TYPE_CHECKING:
     from memfit.runtime.swap.mover import Mover
 
 
+class Counter:
+    """A version counter over memory that moves, as it stood when a tensor was saved.
+
+    `alias` shares it, and the memory until that is let go.
+    """
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias = tensor.detach()  # without the graph, which would hold itself alive
+        self.version = tensor._version
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor over the same storage counts here, and did not change since."""
+        return self.version == tensor._version and same_counter(self.alias, tensor)
+
+    def let_go(self) -> None:
+        """Hold the memory no longer: only the counter stays."""
+        self.alias.data = torch.empty(0, dtype=self.alias.dtype, device=self.alias.device)
+
+
 class Moved:
     """The memory of one storage, in one version.
 
@@ -24,13 +45,14 @@ class Moved:
     returning new memory, which `copy` fills; the slot is free for copies after that
     here      the new memory is filled
 
-    `alias` shares the version counter of the saved tensor, and its memory while it is leaving.
+    The first of its counters is that of the saved tensor. What a compiled call returns may have
+    another one than what it saves of the same memory.
     """
 
     __slots__ = (
         "__weakref__",
-        "alias",
         "copy",
+        "counters",
         "lost",
         "mover",
         "size",
@@ -38,14 +60,12 @@ class Moved:
         "stayed",
         "step",
         "storage",
-        "version",
     )
 
     def __init__(self, mover: Mover, tensor: torch.Tensor, step: Any) -> None:
         self.mover = mover
         self.step = step  # its `begun` is set when a tensor is asked for
-        self.alias = tensor.detach()  # without the graph, which would hold itself alive
-        self.version = tensor._version
+        self.counters = [Counter(tensor)]
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.size = self.storage.nbytes()
         self.slot: Slot | None = None
@@ -62,9 +82,14 @@ class Moved:
         """Whether it came back and nothing is left to do for it."""
         return self.storage is not None and self.slot is None and self.copy is None
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the memory of a tensor with the same storage, as that is now."""
-        return self.version == tensor._version and same_counter(self.alias, tensor)
+    @property
+    def changed(self) -> bool:
+        """Whether the memory was changed in place since it was saved."""
+        return any(counter.version != counter.alias._version for counter in self.counters)
+
+    def counter_of(self, tensor: torch.Tensor) -> Counter | None:
+        """The counter of a tensor with the same storage whose content it has; None: of another."""
+        return next((counter for counter in self.counters if counter.is_of(tensor)), None)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -94,15 +119,15 @@ class Geometry(NamedTuple):
 class Handle:
     """What autograd keeps in the place of a saved tensor whose memory moves."""
 
-    __slots__ = ("geometry", "moved")
+    __slots__ = ("counter", "geometry", "moved")
 
-    def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
-        self.moved, self.geometry = moved, Geometry.of(tensor)
+    def __init__(self, moved: Moved, counter: Counter, tensor: torch.Tensor) -> None:
+        self.moved, self.counter, self.geometry = moved, counter, Geometry.of(tensor)
 
     def tensor(self) -> torch.Tensor:
         """The saved tensor again."""
-        moved = self.moved
-        check_version(moved.version, moved.alias._version, self.geometry)
+        moved, counter = self.moved, self.counter
+        check_version(counter.version, counter.alias._version, self.geometry)
         moved.step.begun = True
         return self.geometry.in_(moved.mover.fetch(moved))
 

@@ -146,8 +146,8 @@ class Mover:
             self.lanes.wait(copy)
         for moved in moveds:
             moved.storage = moved.copy = None
-            # Only the version counter stays.
-            moved.alias.data = torch.empty(0, dtype=moved.alias.dtype, device=moved.alias.device)
+            for counter in moved.counters:
+                counter.let_go()
 
     def _start_back(self, moved: Moved) -> None:
         assert moved.slot is not None

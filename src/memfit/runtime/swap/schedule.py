@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.runtime.swap.moved import Moved
+from memfit.runtime.swap.moved import Counter, Moved
 
 _Points = dict[int, list["weakref.ref[Moved]"]]
 
@@ -20,19 +22,47 @@ class Step:
     def __init__(self) -> None:
         self.complete = False  # the model's forward came to its end
         self.begun = False  # the backward asked for something
+        self._walk: int | None = None  # the latest backward, until it comes to its end
         self._lock = threading.Lock()
         self._releases: _Points = {}
         self._prefetches: _Points = {}
         # By the address of the storage, which the weak reference keeps from being used again.
         self._known: dict[int, tuple[StorageWeakRef, list[weakref.ref[Moved]]]] = {}
 
-    def find(self, tensor: torch.Tensor) -> Moved | None:
-        """The memory that moved already for another tensor over the same storage."""
-        storage = tensor.untyped_storage()
-        for moved in _living(self._known.get(storage._cdata, (None, []))[1]):
-            if moved.is_of(tensor):
-                return moved
+    @property
+    def failed(self) -> bool:
+        """Whether the latest backward is over and did not come to its end."""
+        return self._walk not in (None, torch._C._current_graph_task_id())
+
+    def walked(self) -> None:
+        """Take note, within a backward, that it came here."""
+        task = torch._C._current_graph_task_id()
+        if task != self._walk:
+            self._walk = task
+            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine.queue_callback(partial(self._ended, task))  # none is called where it fails
+
+    def _ended(self, task: int) -> None:
+        if task == self._walk:
+            self._walk = None
+
+    def find(self, tensor: torch.Tensor) -> tuple[Moved, Counter] | None:
+        """What moved already for another tensor over the same storage, and their counter."""
+        for moved in self._over(tensor.untyped_storage()):
+            counter = moved.counter_of(tensor)
+            if counter is not None:
+                return moved, counter
         return None
+
+    def returned(self, tensor: torch.Tensor) -> None:
+        """Take note of what a compiled call returned: memory that it saved has this content.
+
+        Its code changes nothing after it saved. Torch may return an alias that counts apart.
+        """
+        if self.find(tensor) is None:
+            for moved in self._over(tensor.untyped_storage()):
+                if moved.leaving and not moved.changed:
+                    moved.counters.append(Counter(tensor))
 
     def add(self, moved: Moved, release: int) -> None:
         """Take in memory that starts to move."""
@@ -58,6 +88,9 @@ class Step:
         with self._lock:  # the backwards of two devices run at once
             points = sorted((p for p in self._prefetches if p >= index), reverse=True)
             return [m for p in points for m in _living(reversed(self._prefetches.pop(p)))]
+
+    def _over(self, storage: torch.UntypedStorage) -> Iterator[Moved]:
+        return _living(self._known.get(storage._cdata, (None, []))[1])
 
     def living(self) -> list[Moved]:
         """All that autograd still holds."""

@@ -37,6 +37,9 @@ class StorageSet:
         if tensor not in self:
             self._references[tensor._cdata] = StorageWeakRef(tensor)
 
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._references
 

@@ -23,7 +23,7 @@ from memfit.ir.joint_graph import JointGraph
 from memfit.measure.allocations import mark, record
 from memfit.runtime.compile.choice import CannotCapture
 from memfit.runtime.compile.compiled import CompiledSegments, compiled_segments
-from memfit.runtime.compile.joint import input_shapes
+from memfit.runtime.compile.joint import input_sizes
 
 Chooser = Callable[[JointGraph], Sequence[int] | None]
 
@@ -376,6 +376,78 @@ def test_a_plan_for_other_operators_is_refused(segments: CompiledSegments) -> No
             segments(without.forward, (_input(4, 6, 16),), {}, key=key, saved=names)
 
 
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("under", [True, False])
+def test_other_autocast_settings_than_planned_are_refused(
+    under: bool, planned: bool, segments: CompiledSegments
+) -> None:
+    """Inputs of other dtypes passed for other shapes, for which it recomputed all it could."""
+    block = Block(dropout=0.0)
+
+    def run(autocast: bool, rows: int = 4, **plan: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            x = _input(rows, 6, 16)
+            segments(block.forward, (x.bfloat16() if autocast else x,), {}, **plan)
+
+    run(under)
+    graph = segments.graphs[str(segments.last_key)]
+    saved = [graph.nodes[i].name for i in only_inputs(graph)] if planned else None
+    for ran_before in (False, True):
+        with pytest.raises(PlanFileError, match=r"no longer runs .*\nhint: .*autocast settings"):
+            run(not under, key=graph.key, saved=saved)
+        if not ran_before:
+            run(under, key=graph.key, saved=saved)
+    run(under, rows=3, key=graph.key, saved=saved)
+    assert not segments.notes([graph.key])
+
+
+def test_other_autocast_settings_for_sizes_that_ran_before(segments: CompiledSegments) -> None:
+    """`OtherShape` came out, an error of our own without a hint."""
+    block = Block(dropout=0.0)
+    segments(block.forward, (_input(4, 6, 16),), {})
+    graph = segments.graphs[str(segments.last_key)]
+    saved = [graph.nodes[i].name for i in only_inputs(graph)]
+    bound = segments.bind(block.forward, key=graph.key, saved=saved)
+    sizes = range(4, 9)  # the last ones by one code with symbolic sizes
+    for rows in sizes:
+        bound(_input(rows, 6, 16))
+    for rows in sizes:
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(PlanFileError, match=r"no longer runs .*\nhint: .*autocast settings"),
+        ):
+            bound(_input(rows, 6, 16))
+
+
+def test_other_dtypes_than_planned_are_refused(segments: CompiledSegments) -> None:
+    """The operators are the same: only the memory that they take is another."""
+    layer = Scaling()
+    segments(layer.forward, (_input(4, 16),), {})
+    key = str(segments.last_key)
+    graph = segments.graphs[key]
+    saved = [graph.nodes[i].name for i in graph.unplanned]
+    for names in (saved, None):
+        with pytest.raises(PlanFileError, match=r"float64 where float32 was .*\nhint: .*autocast"):
+            segments(layer.forward, (_input(4, 16).double(),), {}, key=key, saved=names)
+        segments(layer.forward, (_input(4, 16),), {}, key=key, saved=names)
+        segments(layer.forward, (_input(3, 16),), {}, key=key, saved=names)
+    segments(layer.forward, (_input(4, 16).double(),), {})
+    wide = str(segments.last_key)
+    segments(layer.forward, (_input(4, 16).double(),), {}, key=wide, saved=saved)
+
+
+class Scaling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (2 * x).exp()
+
+
+def test_names_that_the_graph_has_not_are_refused(segments: CompiledSegments) -> None:
+    block = Block()
+    segments(block.forward, (_input(4, 6, 16),), {})
+    with pytest.raises(PlanFileError, match=r"keeps 'nonsense' of Block, which has no .*\nhint: "):
+        segments(block.forward, (_input(4, 6, 16),), {}, key=segments.last_key, saved=["nonsense"])
+
+
 class Printing(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         print("seen")
@@ -644,7 +716,7 @@ def test_a_module_that_ran_is_compiled_again_with_the_right_settings(
         x = _input(rows, 6, 16)
         assert_same(segments(block.forward, (x,), {}), block(x))
         graph = segments.graphs[str(segments.last_key)]
-        assert input_shapes(graph) == [f"float32[{rows}, 6, 16]"]
+        assert input_sizes(graph) == [f"[{rows}, 6, 16]"]
     assert segments.compilations == 12
     assert torch._dynamo.config.get_config_copy() == before
 

@@ -87,6 +87,21 @@ def test_growing_adds_a_chunk() -> None:
     assert arena.used_bytes == 0 and arena.highest_bytes == 4 * GRAIN
 
 
+def test_a_full_arena_grows_by_what_is_asked_for_while_it_may() -> None:
+    arena = Arena(3 * GRAIN, pinned=False)
+    arena.grows_until = 5 * GRAIN
+    slots = [arena.take(2 * GRAIN)]
+    assert arena.capacity_bytes == 3 * GRAIN
+    slots.append(arena.take(2 * GRAIN))
+    assert arena.capacity_bytes == 5 * GRAIN
+    with pytest.raises(HostMemoryError):
+        arena.take(2 * GRAIN)
+    slots.append(arena.take(GRAIN))
+    for slot in slots:
+        arena.give(slot, None)
+    assert arena.used_bytes == 0 and arena.capacity_bytes == 5 * GRAIN
+
+
 def test_more_than_the_machine_has_is_refused_before_it_is_touched() -> None:
     with pytest.raises(HostMemoryError, match=r"1024\.00 TiB .* are free") as error:
         Arena(2**50, pinned=False)

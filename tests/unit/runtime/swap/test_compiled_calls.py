@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -162,6 +163,128 @@ def test_saved_memory_is_free_between_forward_and_backward(
         assert len(seen) > 4 * N and alive == 0
         loss.backward()
         assert at_work.arena.used_bytes == 0
+
+
+class Ending(nn.Module):
+    """Returns what it saves, through a view: torch hands it out with a version of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x))).view(x.shape[0], -1, 16)
+        y.relu_()
+        return y
+
+
+class Endings(nn.Module):
+    """Blocks that save what they return, which the next one saves again."""
+
+    def __init__(self, change: bool = False) -> None:
+        super().__init__()
+        self.change = change
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Ending() for _ in range(N))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.change:
+                with torch.no_grad():
+                    x.mul_(2)
+        return x
+
+
+def _all_saved(segments: CompiledSegments) -> tuple[dict[int, CallMoves], dict[int, Any]]:
+    """Calls of Endings move all that they save, by name."""
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    segments(Endings().blocks[0].forward, (x,), {})
+    assert segments.last_key is not None
+    graph = segments.graphs[segments.last_key]
+    names = frozenset(_saved(graph))
+    moves = {i: CallMoves(names, 1, i + 1, i + 1) for i in range(N)}
+    return moves, _code(segments, key=graph.key, saved=_saved(graph))
+
+
+def test_a_result_that_is_saved_again_moves_once(
+    zoo: SimpleNamespace,
+    swapping: SimpleNamespace,
+    lanes: Lanes,
+    segments: CompiledSegments,
+    run_numbers: Callable[..., Any],
+    assert_same: Callable[..., None],
+) -> None:
+    expected = run_numbers(zoo.workload(Endings), 2)
+    workload = zoo.workload(Endings)
+    moves, code = _all_saved(segments)
+    with swapping.swapped(
+        workload.model, BLOCKS, lanes, moves=moves, code=code, compiled=segments
+    ) as at_work:
+        assert_same(run_numbers(workload, 2), expected)
+        statistics = at_work.engine.statistics()
+    # what enters the first, and the tanh and the relu of each
+    assert statistics.moves == statistics.retrievals == 2 * (1 + 2 * N)
+
+
+def test_a_result_that_was_changed_moves_again(
+    zoo: SimpleNamespace, swapping: SimpleNamespace, lanes: Lanes, segments: CompiledSegments
+) -> None:
+    def change() -> Any:
+        return zoo.workload(lambda: Endings(change=True))
+
+    workload = change()
+    moves, code = _all_saved(segments)
+    with swapping.swapped(workload.model, BLOCKS, code=code, moves={}):
+        kept = workload.compute_loss()
+    workload = change()
+    with swapping.swapped(
+        workload.model, BLOCKS, lanes, moves=moves, code=code, compiled=segments
+    ) as at_work:
+        loss = workload.compute_loss()
+        assert torch.equal(loss, kept)
+        assert at_work.engine.statistics().moves == 1 + 2 * N + N - 1
+        loss.backward()
+
+
+def test_a_watch_of_one_thread_sees_nothing_of_another(
+    zoo: SimpleNamespace, segments: CompiledSegments
+) -> None:
+    block = zoo.workload(lambda: zoo.Stack(blocks=N)).model.blocks[0]
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    here: list[str] = []
+    everywhere: list[str] = []
+    keys: list[str | None] = []
+
+    def elsewhere() -> None:
+        keys.append(segments.last_key)
+        segments(block.forward, (x,), {})
+        keys.append(segments.last_key)
+
+    def in_thread() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    segments(block.forward, (x,), {})
+    with segments.watched_here(lambda name, tensor: here.append(name)):
+        in_thread()
+        assert not here
+        segments(block.forward, (x,), {})
+        assert here
+    assert keys == [None, segments.last_key]
+    with (
+        segments.watched(lambda name, tensor: everywhere.append(name)),
+        segments.watched_here(lambda name, tensor: here.append(name)),
+    ):
+        here.clear()
+        in_thread()
+        assert everywhere and not here
+        everywhere.clear()
+        segments(block.forward, (x,), {})
+        assert here == everywhere
+    assert segments.watch is None
 
 
 @pytest.mark.slow

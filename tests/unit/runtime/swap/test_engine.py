@@ -278,6 +278,67 @@ def test_a_failed_backward_cannot_be_walked_again_after_the_next_step_began(
             loss.backward()
 
 
+class _Fragile(torch.autograd.Function):
+    """Fails in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("on purpose")
+
+
+def test_a_backward_that_failed_before_anything_moved_was_asked_for_leaves_room(
+    zoo: SimpleNamespace,
+    swapping: SimpleNamespace,
+    lanes: Lanes,
+    run_numbers: Any,
+    assert_same: Any,
+) -> None:
+    """What moved lies before the failure, and the error that is kept holds the graph."""
+    workload, expected = zoo.workload(zoo.Stack), run_numbers(zoo.workload(zoo.Stack), 2)
+    moves = {i: CallMoves(None, 1, 2, 2) for i in range(2)}
+    with swapping.swapped(workload.model, STACK, lanes, moves=moves) as at_work:
+        workload.compute_loss()
+        room = at_work.arena.highest_bytes
+    with swapping.swapped(workload.model, STACK, lanes, moves=moves, arena_bytes=room) as at_work:
+        errors = []
+        for _ in range(3):
+            hook = workload.model.blocks[2].register_forward_hook(lambda *a: _Fragile.apply(a[-1]))
+            loss = workload.compute_loss()
+            with pytest.raises(ValueError, match="on purpose") as error:
+                loss.backward()
+            errors.append((error, loss))
+            hook.remove()
+        assert at_work.arena.used_bytes == room
+        workload.optimizer.zero_grad(set_to_none=True)
+        assert_same(run_numbers(workload, 2), expected)
+        assert at_work.arena.used_bytes == 0
+        del errors, error, loss
+
+
+def test_a_backward_of_a_part_leaves_the_rest_for_a_later_one(
+    zoo: SimpleNamespace, swapping: SimpleNamespace, lanes: Lanes, assert_same: Any
+) -> None:
+    """It began and came to its end: another forward gives nothing up."""
+
+    def gradients(workload: Any) -> list[Any]:
+        torch.manual_seed(3)
+        one = workload.compute_loss()
+        torch.autograd.grad(one, workload.model.head.weight, retain_graph=True)
+        (one + workload.compute_loss()).backward()
+        return [p.grad for p in workload.model.parameters()]
+
+    expected = gradients(zoo.workload(zoo.Stack))
+    workload = zoo.workload(zoo.Stack)
+    moves = {i: CallMoves(None, 1, 2, 2) for i in range(2)}
+    with swapping.swapped(workload.model, STACK, lanes, moves=moves) as at_work:
+        assert_same(gradients(workload), expected)
+        assert at_work.engine.statistics().moves > 0
+
+
 def test_an_arena_that_is_too_small_says_so_and_the_plain_step_goes_on(
     zoo: SimpleNamespace, swapping: SimpleNamespace, lanes: Lanes
 ) -> None:

@@ -42,5 +42,5 @@ def test_wrong_input_is_refused_with_a_hint(heads: SimpleNamespace, wrong: str) 
 def test_labels_out_of_bounds_are_an_error(heads: SimpleNamespace, label: int) -> None:
     case = heads.case()
     case.labels[1, 1] = label
-    with pytest.raises((RuntimeError, IndexError), match=f"{label} is out of bounds"):
+    with pytest.raises(UsageError, match=f"no class of a weight of 29 rows: the first is {label}"):
         tiled_cross_entropy(case.hidden, case.weight, case.labels, tile=4)

@@ -1,0 +1,103 @@
+"""The host memory of plans: enough for all that are at work, no more than their budgets."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+from memfit.ir.plan import Plan
+from memfit.runtime.apply import Applied
+from memfit.runtime.swap.attach import arena_for
+from memfit.workload import Workload
+
+BUDGET = 10**9
+
+
+def _workload(zoo: SimpleNamespace) -> Workload:
+    """Tensors that are large enough to be moved on every machine."""
+    made: Workload = zoo.workload(
+        lambda: zoo.Stack(blocks=2, width=64), lambda: torch.randn(64, 32, 8)
+    )
+    return made
+
+
+def _plan(zoo: SimpleNamespace, executor: str, **limits: Any) -> Plan:
+    return memfit.plan(_workload(zoo), BUDGET, strategy="swap", executor=executor, **limits)
+
+
+def _gradients(workload: Workload) -> list[Any]:
+    return [p.grad for p in workload.model.parameters()]
+
+
+def test_two_models_in_one_backward_have_room_for_what_both_move(
+    zoo: SimpleNamespace, assert_same: Any
+) -> None:
+    workloads, plain = ([_workload(zoo) for _ in "ab"] for _ in "cd")
+    torch.manual_seed(3)
+    torch.stack([w.compute_loss() for w in plain]).sum().backward()
+    plan = _plan(zoo, "module")
+    with ExitStack() as stack:
+        applied = [stack.enter_context(Applied(plan, w.model)) for w in workloads]
+        torch.manual_seed(3)
+        torch.stack([w.compute_loss() for w in workloads]).sum().backward()
+        for one in applied:
+            assert one.swap is not None and one.swap.statistics().moves > 0
+    assert_same([_gradients(w) for w in workloads], [_gradients(w) for w in plain])
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_two_threads_with_a_model_each_move_as_much_as_one(
+    zoo: SimpleNamespace, executor: str
+) -> None:
+    steps = 20
+    errors: list[BaseException] = []
+
+    def run(workload: Workload) -> None:
+        try:
+            for _ in range(steps):
+                workload.compute_loss().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    with ExitStack() as stack:
+        plan, workloads = _plan(zoo, executor), [_workload(zoo) for _ in "ab"]
+        applied = [stack.enter_context(Applied(plan, w.model)) for w in workloads]
+        alone = set()
+        for workload, one in zip(workloads, applied, strict=True):
+            workload.compute_loss().backward()
+            assert one.swap is not None
+            alone.add(one.swap.statistics().moves)
+            one.swap.reset_statistics()
+        threads = [threading.Thread(target=run, args=(workload,)) for workload in workloads]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        (moves,) = alone
+        for one in applied:
+            assert one.swap is not None and one.swap.statistics().moves == steps * moves > 0
+
+
+def test_the_plans_of_one_model_share_host_memory(zoo: SimpleNamespace) -> None:
+    plan, workload, other = _plan(zoo, "module"), _workload(zoo), _workload(zoo)
+    arena = arena_for(plan, workload.model)
+    assert arena_for(plan, workload.model) is arena
+    assert arena_for(plan, other.model) is not arena
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_the_host_budget_holds_all_that_is_taken(zoo: SimpleNamespace, executor: str) -> None:
+    plan, workload = _plan(zoo, executor), _workload(zoo)
+    with Applied(plan, workload.model) as applied:
+        workload.compute_loss().backward()
+        assert applied.swap is not None
+        statistics = applied.swap.statistics()
+    # A budget of exactly this is enough to the planner.
+    assert 0 < statistics.host_highest_bytes <= statistics.host_bytes == plan.host_bytes
