@@ -50,6 +50,13 @@ class DrawsFromNumpy(Block):
         return x * float(np.random.rand())
 
 
+class Alone(Block):
+    """With a forward of its own, which no other test has compiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.sigmoid(self.up(x)))
+
+
 class Routed(Block):
     """As many rows as dropped values say go through it."""
 
@@ -176,7 +183,7 @@ def test_numbers_that_differ_are_said_aloud(monkeypatch: pytest.MonkeyPatch) -> 
     """As where a block runs by the code of another one, which has no hook."""
     for settings in (backend._STATIC_SETTINGS, backend._SYMBOLIC_SETTINGS):
         monkeypatch.setitem(settings, "skip_nnmodule_hook_guards", True)
-    step = workload(stack())
+    step = workload(stack(Alone))
     step.model[3].up.register_forward_hook(lambda module, given, made: 2 * made)
     with (
         pytest.warns(UserWarning, match="its numbers are not those of the plain step"),
