@@ -64,11 +64,6 @@ def numbers_agree(numerics: Numerics) -> bool:
     return numerics.kept
 
 
-def repeats_itself(numerics: Numerics) -> bool:
-    """Whether the unplanned step gives the same numbers twice, so that they can be compared."""
-    return numerics.repeatable
-
-
 def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) -> list[Text]:
     """The feasible range in words."""
     how = "takes" if profile.baseline is not None else "does not fit; simulated, it takes"
@@ -189,7 +184,7 @@ def numbers_in_brief(numerics: Numerics) -> str:
     """How the plan's numbers compare, in a few words."""
     if numerics.bitwise_vs_unplanned and numerics.agree:
         return "numbers identical"
-    if not repeats_itself(numerics):
+    if not numerics.repeatable:
         return "numbers not comparable (the plain step does not repeat itself)"
     if numerics.error_vs_reference is not None and numerics.agree:
         return "numbers as exact as unplanned"
