@@ -11,6 +11,7 @@ from memfit.errors import RunFileError
 from memfit.ir.codec import from_data, to_data, unpacked
 from memfit.ir.plan import SCHEMA_VERSION as PLAN_VERSION
 from memfit.ir.plan import Plan
+from memfit.ir.plan_check import fault_in
 from memfit.ir.profile import SCHEMA_VERSION as PROFILE_VERSION
 from memfit.ir.profile import Profile
 from memfit.ir.result import SCHEMA_VERSION, Result
@@ -73,7 +74,7 @@ def _read(data: dict[str, Any]) -> RunFile:
         data["swap"] = {name: value for name, value in swap.items() if name in known}
     return RunFile(
         from_data(Result, data),
-        None if plan is None else from_data(Plan, _of_version(plan, PLAN_VERSION, "plan")),
+        None if plan is None else _whole_plan(plan),
         None if profile is None else _whole_profile(profile, "profile"),
         None if plain is None else _whole_profile(plain, "plain profile"),
         **about,
@@ -85,6 +86,14 @@ def _of_version(data: Any, version: int, name: str) -> Any:
     if found != version:
         raise ValueError(f"its {name} has schema_version {found!r}, not {version}")
     return data
+
+
+def _whole_plan(data: Any) -> Plan:
+    """The plan; ValueError where no model could run it."""
+    plan = from_data(Plan, _of_version(data, PLAN_VERSION, "plan"))
+    if (fault := fault_in(plan)) is not None:
+        raise ValueError(f"its plan cannot be run: {fault}")
+    return plan
 
 
 def _whole_profile(data: Any, name: str) -> Profile:

@@ -110,6 +110,8 @@ def _cut(data: Any, *path: str, to: int) -> None:
         (lambda d: d["profile"].update(schema_version=0), "its profile has schema_version 0"),
         (lambda d: d["plain"].update(schema_version=2), "its plain profile has schema_version 2"),
         (lambda d: d["plan"].pop("schema_version"), "its plan has schema_version None"),
+        (lambda d: d["plan"].update(split=0), "its plan cannot be run: split is 0"),
+        (lambda d: d["plan"].update(budget_bytes=-1), "budget_bytes is -1, below 0"),
         (lambda d: d.update(profile=[]), "its profile has schema_version None"),
         (lambda d: _cut(d, "profile", "graph", "blocks", to=3), "and holds 3"),
         (lambda d: _cut(d, "profile", "graph", "calls", to=1), "and holds 1"),
