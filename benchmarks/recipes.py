@@ -74,7 +74,7 @@ def run_recipe(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "time_ratio": result.measured.time_ratio,
         "techniques": list(result.decisions.techniques),
         "executor": fitted.plan.executor,
-        "numbers_agree": result.numerics.agree or result.numerics.bitwise_vs_unplanned,
+        "numbers_agree": result.numerics.kept,
         "note": result.numerics.note,
         "fit_s": seconds,
     }

@@ -153,7 +153,7 @@ def _show(
     could_move: bool,
     explain: bool,
 ) -> None:
-    from memfit.report.fit import fit_report, numbers_agree, summary_line
+    from memfit.report.fit import fit_report, summary_line
 
     result = fitted.result
     if output is not None:
@@ -170,7 +170,7 @@ def _show(
             named = [str(output)] if output.suffix == ".json" else ["--result", str(output)]
             following = shlex.join(["memfit", "report", *named, "-o", str(page)])
         session.line(summary_line(result, following))
-    if not numbers_agree(result.numerics):
+    if not result.numerics.kept:
         raise typer.Exit(1)
 
 

@@ -269,7 +269,7 @@ def _write(session: Session, found: RunReport, outputs: Outputs) -> list[Path]:
 
 
 def _show(session: Session, found: RunReport, outputs: Outputs, written: list[Path]) -> None:
-    from memfit.report.fit import numbers_agree, summary_line
+    from memfit.report.fit import summary_line
     from memfit.report.plan import summary_line as plan_line
 
     result = found.result
@@ -301,5 +301,5 @@ def _show(session: Session, found: RunReport, outputs: Outputs, written: list[Pa
         session.line(
             plan_line(found.plan, following) if result is None else summary_line(result, following)
         )
-    if found.refused or (result is not None and not numbers_agree(result.numerics)):
+    if found.refused or (result is not None and not result.numerics.kept):
         raise typer.Exit(1)

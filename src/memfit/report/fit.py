@@ -48,20 +48,14 @@ def fit_report(
 def summary_line(result: Result, next_command: str) -> Text:
     """Budget, peak, time, numbers and what to do next, in one line."""
     measured = result.measured
-    same = numbers_agree(result.numerics)
     return Text.assemble(
         f"budget {format_bytes(result.budget_bytes)}; "
         f"peak {format_bytes(measured.peak_bytes)} "
         f"(predicted {format_bytes(result.predicted.peak_bytes)}); "
         f"time {time_ratio(result)} baseline; ",
-        (numbers_in_brief(result.numerics), "green" if same else "bold red"),
+        (numbers_in_brief(result.numerics), "green" if result.numerics.kept else "bold red"),
         f"; next: {next_command}",
     )
-
-
-def numbers_agree(numerics: Numerics) -> bool:
-    """Whether the plan left the numbers as the executor promises, or none could be compared."""
-    return numerics.kept
 
 
 def choices_lines(profile: Profile, minimum_bytes: int, unplanned_bytes: int) -> list[Text]:
@@ -201,7 +195,7 @@ def numbers_line(numerics: Numerics) -> Text:
         text = Text(
             f"{words}: loss differs by {numerics.loss_max_abs_diff:.3g}, gradients by "
             f"{numerics.grad_max_rel_diff:.3g} of their largest",
-            style="" if numbers_agree(numerics) else "bold red",
+            style="" if numerics.kept else "bold red",
         )
     if numerics.error_vs_reference is not None:
         errors = numerics.error_vs_reference

@@ -18,7 +18,6 @@ from memfit.measure.kept_copies import reused
 from memfit.measure.step import run_step
 from memfit.measure.timing import Inside
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.report.fit import numbers_agree
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.verify.budget import run_once
@@ -99,7 +98,7 @@ def planned_facts(
         techniques=tuple(plan.techniques),
         segments=len(plan.segments),
         chosen=tuple(s.name for s in plan.segments if s.decision != KEEP),
-        numbers_agree=numbers_agree(result.numerics),
+        numbers_agree=result.numerics.kept,
         bitwise=result.numerics.bitwise_vs_unplanned,
         numbers_note=result.numerics.note,
         fit_s=fit_s,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memfit.ir.step_graph import CATEGORIES
 from memfit.report.copies import measured_lines, planned_line, rates_line
-from memfit.report.fit import numbers_agree, numbers_in_brief, numbers_line, time_ratio
+from memfit.report.fit import numbers_in_brief, numbers_line, time_ratio
 from memfit.report.plan import decisions_line, executor_line, uncaptured_notes
 from memfit.report.run_report import RunReport
 from memfit.report.terminal import ratio
@@ -56,7 +56,7 @@ def tiles(report: RunReport) -> list[Tile]:
         ]
     fits = result.verdict.startswith("fits")
     measured = result.measured
-    same = numbers_agree(result.numerics)
+    same = result.numerics.kept
     brief = numbers_in_brief(result.numerics).removeprefix("numbers ").partition(" (")[0]
     return [
         Tile("budget", budget, f"{'held' if fits else 'missed'}; {least}", _tone(fits)),
