@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +37,11 @@ from memfit.runtime.compile import partition
 from memfit.runtime.compile.ahead import Workers, looked_for
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
+from memfit.runtime.compile.dynamo_words import (
+    cannot_capture,
+    innermost,
+    leave_out_our_limits,
+)
 from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
 from memfit.runtime.compile.padding import decided_once
 from memfit.runtime.compile.read_back import wait_before_reading_back
@@ -45,7 +49,6 @@ from memfit.runtime.random_state import RandomState
 
 log = logging.getLogger(__name__)
 _UNLIMITED = 1_000_000
-_TEXT_CHARACTERS = 160
 # A module whose code reads a number that changes (a step count) is compiled at every call.
 _COMPILATIONS_PER_MODULE = 8
 # Past its limits dynamo runs a segment eagerly without a word; here only errors stop it.
@@ -101,6 +104,7 @@ class Program:
         self._settled = False  # whether torch's settings are those to compile with
         self._compiled: Counter[tuple[int, str | None]] = Counter()
         self._run = torch.compile(self._function, backend=self._backend, fullgraph=True)
+        leave_out_our_limits()
 
     def __call__(
         self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -124,10 +128,10 @@ class Program:
             try:
                 result = self._run(module, args, kwargs)
             except (dynamo_errors.TorchDynamoException, _LIMIT_ERROR) as error:
-                inner = _innermost(error)
+                inner = innermost(error)
                 if isinstance(inner, MemfitError | torch.OutOfMemoryError):
                     raise inner from None  # raised by us, or not by compiling: wrapped for nothing
-                raise _cannot_capture(self.kind, error, inner) from error
+                raise cannot_capture(self.kind, error, inner) from error
         self._ran.add(id(module))
         return result if self.segments.runs > runs else self._found_nothing()
 
@@ -455,42 +459,3 @@ def _own_function(target: Callable[..., Any], name: str) -> FunctionType:
 def _known(settings: dict[str, Any], config: Any) -> dict[str, Any]:
     """The settings that this release of torch has."""
     return {name: value for name, value in settings.items() if hasattr(config, name)}
-
-
-def _cannot_capture(kind: str, error: BaseException, inner: BaseException) -> CannotCapture:
-    """Dynamo's error in one line, with the line of the user's code it points to."""
-    text = textwrap.shorten(_text(inner), _TEXT_CHARACTERS, placeholder=" ...")
-    return CannotCapture(f"{kind}: {text}{_place(inner) or _place(error)}")
-
-
-def _text(error: BaseException) -> str:
-    """One line that says what went wrong: dynamo's title, or what the user's own code raised."""
-    lines = [line.strip() for line in str(getattr(error, "msg", None) or error).splitlines()]
-    title = next((line for line in lines if line), type(error).__name__)
-    if any("Could not guard on data-dependent expression" in line for line in lines):
-        return "it branches on the value of a tensor"
-    for line in lines:
-        _, raised, exception = line.partition("raised exception ")
-        _, got, failure = line.partition(": got ")
-        if raised and title == "Observed exception":
-            return exception
-        if got and isinstance(error, dynamo_errors.TorchRuntimeError):
-            return failure
-    return title
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """What a backend raised, out of dynamo's wrapping."""
-    while (inner := getattr(error, "inner_exception", None)) is not None:
-        error = inner
-    return error
-
-
-def _place(error: BaseException) -> str:
-    """The line of the user's code that dynamo points to, as " (file.py:12 code)"."""
-    frames = [f for f in getattr(error, "real_stack", None) or () if f.filename != __file__]
-    if not frames:
-        return ""
-    file = frames[-1].filename.replace("\\", "/").rpartition("/")[2]
-    code = textwrap.shorten(frames[-1].line or "", _TEXT_CHARACTERS, placeholder=" ...")
-    return f" ({file}:{frames[-1].lineno} {code})"
