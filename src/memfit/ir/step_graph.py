@@ -12,6 +12,7 @@ STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
 FEW_CALLS, LONG_RUNS = 30, (6, 8, 12, 16)
 CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
+_FUSED_CODE = "Compiled"  # in torch's names for code of many operators, beside keys and numbers
 LOSS = "loss()"  # where a loss function is a segment: its name among those of modules
 
 
@@ -37,8 +38,14 @@ class Block:
     death: int
     category: str
     call: int = -1  # the segment call that allocates it; -1: code between segments
-    origin: str = ""  # the operator that asked for it
+    origin: str = ""  # what asked for it, as the profiler calls it
     holds: tuple[Hold, ...] = ()
+
+    @property
+    def operator(self) -> str:
+        """The operator that asked for it; empty where that is not known, as inside fused code."""
+        name = self.origin.rpartition(": ")[2].removeprefix("aten::")
+        return "" if _FUSED_CODE in self.origin else name
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ from memfit.units import format_bytes
 # "mlp.c_fc model.py:12 code", as a node's source is written; the module's path may be left out.
 _SOURCE = re.compile(r"(?:(?P<path>\S+) )?(?P<line>\S+:\d+)(?: (?P<code>.*))?")
 MOST_INSIDE = 4  # tensors of a moment that are named
+INSIDE = "inside "  # begins the name of what a segment needs for a moment
+SMALLER = "smaller pieces"  # of what a segment holds
+_BY_CATEGORY = {"gradients": "gradient", "activations": "activation", "temporaries": "temporary"}
+NOT_KNOWN = (*_BY_CATEGORY.values(), SMALLER)  # names that tell no operator
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Names:
             graph = self.simulator.profile.graphs[call.graph]
             self._inside[key] = _largest_inside(graph, variant.saved)
         largest = self._inside[key][what.startswith("backward")]
-        return Named(f"inside {what}", call.name, f"largest: {largest}" if largest else "")
+        return Named(f"{INSIDE}{what}", call.name, f"largest: {largest}" if largest else "")
 
 
 def _nodes_of_blocks(sim: Simulator) -> list[tuple[int, tuple[Call, JointGraph, Node]]]:
@@ -129,11 +133,7 @@ def _of_node(call: Call, graph: JointGraph, node: Node) -> Named:
 
 def _plain_name(block: Block) -> str:
     """What can be said of a block that no captured graph knows."""
-    return block.origin.removeprefix("aten::") or {
-        "gradients": "gradient",
-        "activations": "activation",
-        "temporaries": "temporary",
-    }.get(block.category, block.category)
+    return block.operator or _BY_CATEGORY.get(block.category, block.category)
 
 
 def _maker(sim: Simulator, block: Block) -> str:

@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 
 from memfit.errors import InfeasibleError
 from memfit.ir.profile import Profile
-from memfit.ir.step_graph import LOSS
+from memfit.ir.replay import LiveTensor
+from memfit.ir.step_graph import LOSS, STATIC_CATEGORIES
 from memfit.planning.acts import Act
+from memfit.planning.naming import INSIDE, NOT_KNOWN
+from memfit.planning.replay import live_at
 from memfit.planning.simulate import Simulator
 from memfit.units import format_bytes
 
 WORTH_A_WORD = 0.1  # of the peak
+_WITH_PLACE = ("activations", "temporaries")
+_NUMBER = re.compile(r"(_\d+)?( \([^)]*\))?$")  # of a tensor among others, and whether it is back
 
 
 def blocking_tensors(simulator: Simulator, acts: Sequence[Act], most: int = 5) -> list[str]:
-    """The largest blocks at the peak under `acts`, each with its bytes, maker and size."""
-    peak = simulator.timeline(acts).peak
-    groups: dict[tuple[str, str, str], int] = {}
-    for number in simulator.live_blocks(acts, peak.position):
-        block = simulator.graph.blocks[number]
-        if block.call >= 0:
-            where = simulator.graph.calls[block.call].name
-        else:
-            where = "code between segments" if block.birth < simulator.graph.forward_end else ""
-        key = (block.category, where, block.origin.removeprefix("aten::"))
-        groups[key] = groups.get(key, 0) + block.bytes
-    static = [((name, "", ""), n) for name, n in simulator.graph.static.items() if n]
-    ranked = sorted([*static, *groups.items()], key=lambda item: -item[1])[:most]
+    """The largest at the peak under `acts`: bytes, the operator that makes them, and where.
+
+    Tensors of one operator and category count together.
+    """
+    peak, forward_end = simulator.timeline(acts).peak, simulator.graph.forward_end
+    sizes: Counter[str] = Counter()
+    places: dict[str, Counter[str]] = {}  # with their bytes
+    for tensor in live_at(simulator, acts, peak.position):
+        what = _what(tensor)
+        sizes[what] += tensor.bytes
+        if tensor.category in _WITH_PLACE and not tensor.name.startswith(INSIDE):
+            between = "code between segments" if tensor.start < forward_end else ""
+            places.setdefault(what, Counter())[tensor.module or between] += tensor.bytes
     return [
-        f"{format_bytes(n)} {' '.join(part for part in (origin, category) if part)}"
-        + (f" in {where}" if where else "")
-        for (category, where, origin), n in ranked
+        f"{format_bytes(size)} {what}{_where(places.get(what, Counter()))}"
+        for what, size in sizes.most_common(most)
+        if size
     ]
+
+
+def _what(tensor: LiveTensor) -> str:
+    """The operator and the category, without the number that tells it from others like it."""
+    if tensor.name.startswith(INSIDE):
+        return ", ".join(filter(None, (tensor.name, tensor.source)))
+    operator = _NUMBER.sub("", tensor.name)
+    known = tensor.category not in STATIC_CATEGORIES and operator not in NOT_KNOWN
+    return f"{operator} {tensor.category}" if known else tensor.category
+
+
+def _where(sizes: Counter[str]) -> str:
+    """The place with the most bytes, and how many more there are."""
+    places = [place for place, _ in sizes.most_common() if place]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f" in {places[0]}{more}" if places else ""
 
 
 def incompressible_bytes(simulator: Simulator, acts: Sequence[Act]) -> dict[str, int]:
@@ -64,12 +87,14 @@ def remedies(simulator: Simulator, acts: Sequence[Act], allowed: Sequence[str]) 
     """Techniques that nobody allowed, of what stands large at the peak under `acts`."""
     peak = simulator.timeline(acts).peak
     known = {*allowed, *simulator.profile.setup}
+    state = peak.bytes.get("optimizer_state", 0)
+    on_host = simulator.profile.device.type == "cpu"  # where it is already
     return [
         name
         for name, size in (
             ("tiled_loss", peak.total if _in_loss(simulator, peak.position) else 0),
             ("step_in_backward", peak.bytes.get("gradients", 0)),
-            ("optimizer_offload", peak.bytes.get("optimizer_state", 0)),
+            ("optimizer_offload", 0 if on_host else state),
         )
         if name not in known and size >= WORTH_A_WORD * peak.total
     ]

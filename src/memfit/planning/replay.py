@@ -9,7 +9,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.replay import LiveTensor, Replay
 from memfit.planning.acts import Act, Effect, Pick
 from memfit.planning.clock import PHASES, backward_end, clock_and_work, phase_ends
-from memfit.planning.naming import Named, Names
+from memfit.planning.naming import INSIDE, SMALLER, Named, Names
 from memfit.planning.simulate import Simulator
 from memfit.planning.write_plan import read_acts
 
@@ -28,6 +28,11 @@ def replay(simulator: Simulator, acts: Sequence[Act], step_s: float | None = Non
 def replay_plan(simulator: Simulator, plan: Plan) -> Replay:
     """The step under a plan that was made for it, as long as the plan expects it to take."""
     return replay(simulator, read_acts(simulator, plan), plan.predicted.step_s)
+
+
+def live_at(simulator: Simulator, acts: Sequence[Act], position: int) -> list[LiveTensor]:
+    """What is alive at a position of the step under `acts`."""
+    return [t for t in _tensors(simulator, acts) if t.start <= position < t.end]
 
 
 def _tensors(sim: Simulator, acts: Sequence[Act]) -> Iterator[LiveTensor]:
@@ -66,7 +71,7 @@ def _standing(sim: Simulator, names: Names, act: Act, effect: Effect) -> Iterato
                 continue
             kept = set(variant.saved) - set(variant.moved)
             parts = names.own(call, variant.moved if number else kept, BACK if number == 2 else "")
-            rest = Named("smaller pieces", call.name)
+            rest = Named(SMALLER, call.name)
         for named, part in _split(size, parts, rest):
             yield _live(named, "activations", part, start, until)
 
@@ -92,7 +97,7 @@ def _moments(sim: Simulator, names: Names, acts: Sequence[Act]) -> Iterator[Live
     found.sort(key=lambda moment: moment[:2])
     for position, moments in groupby(found, key=lambda moment: moment[0]):
         _, extra, what, act = list(moments)[-1]
-        named = Named(f"inside {what}", what.partition(" ")[2])
+        named = Named(f"{INSIDE}{what}", what.partition(" ")[2])
         if isinstance(act, Pick):
             call = sim.graph.calls[act.call]
             named = names.inside(call, sim.variant(act), what)

@@ -333,16 +333,6 @@ class Simulator:
             points.append(Point(position, places[position], self._sizes(column, static)))
         return Timeline(tuple(points), max(points, key=lambda p: p.total))
 
-    def live_blocks(self, acts: Sequence[Act], position: int) -> list[int]:
-        """Blocks alive at a position, originals and those made anew, largest first."""
-        death = self.deaths(acts)
-        alive = set(np.flatnonzero((self.birth <= position) & (position < death)).tolist())
-        for act in acts:
-            effect = self.effect(act)
-            if effect.need <= position:
-                alive.update(effect.blocks[effect.releases > position].tolist())
-        return sorted(alive, key=lambda b: (-int(self.bytes[b]), b))
-
     # -- how ----------------------------------------------------------------------------------
 
     def _sizes(self, column: Ints, static: dict[str, int]) -> dict[str, int]:

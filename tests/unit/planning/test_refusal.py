@@ -10,6 +10,8 @@ import memfit
 from memfit.errors import InfeasibleError
 from memfit.ir.profile import Profile
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.refusal import blocking_tensors
+from memfit.planning.simulate import Simulator
 from memfit.targets import resolve_target
 
 SMALL = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_ff": 16}
@@ -37,8 +39,16 @@ def test_where_the_loss_stands_in_the_way_it_can_be_made_in_tiles() -> None:
 
 def test_where_the_optimizer_stands_in_the_way_its_state_and_gradients_can_go() -> None:
     profile = _profile(rows=1, vocab=2000)
-    assert "--allow +step_in_backward,+optimizer_offload, " in _hint(profile)
-    assert "--allow" not in _hint(profile, "step_in_backward", "optimizer_offload")
+    on_cuda = replace(profile, device=replace(profile.device, type="cuda"))
+    assert "--allow +step_in_backward,+optimizer_offload, " in _hint(on_cuda)
+    assert "--allow" not in _hint(on_cuda, "step_in_backward", "optimizer_offload")
+
+
+def test_on_a_cpu_state_has_nowhere_to_go() -> None:
+    """It was told to go to the host, where it is."""
+    profile = _profile(rows=1, vocab=2000)
+    assert "--allow +step_in_backward, " in _hint(profile)
+    assert "optimizer_offload" not in _hint(profile)
 
 
 def test_whole_segments_could_be_planned_inside() -> None:
@@ -47,6 +57,31 @@ def test_whole_segments_could_be_planned_inside() -> None:
     on_cuda = replace(profile, device=replace(profile.device, type="cuda"))
     assert "--executor inductor, " in _hint(on_cuda)
     assert "--executor" not in _hint(replace(profile, executor="graph"))
+
+
+def test_fused_code_is_not_named_by_its_key() -> None:
+    """Allocations inside of it have the key of the code for a name, as the profiler tells them."""
+    profile = _profile(rows=4, vocab=100)
+    keyed = "## Call CompiledFxGraph fyctuqedktepxjdni34h5kzx7nd66uclto4dr2cnd7x5cabdz5kb ##"
+    blocks = [replace(b, origin=keyed) for b in profile.graph.blocks]
+    simulator = Simulator(replace(profile, graph=replace(profile.graph, blocks=tuple(blocks))))
+    named = "; ".join(blocking_tensors(simulator, [], most=50))
+    assert "#" not in named and " activations in layers." in named and " temporaries" in named
+
+
+def test_what_a_captured_segment_needs_for_a_moment_is_named() -> None:
+    """It was the largest at the peak, and none of the tensors that stand in the way."""
+    sizes = SMALL | {"vocab_size": 50, "n_ff": 512}
+    workload = resolve_target("encoder", device="cpu", batch=16, seq=16, overrides=sizes)
+    profile = memfit.profile(workload, executor="graph")
+    with pytest.raises(InfeasibleError, match="At its peak") as refusal:
+        make_plan(profile, Goal(budget_bytes=1000))
+    named = refusal.value.message.partition("At its peak ")[2]
+    assert " inside backward layers." in named and "largest: " in named
+    sources = [node.source for graph in profile.graphs for node in graph.nodes]
+    assert any(sources) and not any("backend.py" in source for source in sources), (
+        "the line that calls a segment is no place in the user's code"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -124,21 +124,6 @@ def test_positions_over_a_budget_are_worst_of_their_stretch(
         assert totals[worst] == max(totals[p] for p in stretch)
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_live_blocks_are_those_the_curve_counts(
-    data: st.DataObject, random_profiles: Profiles
-) -> None:
-    profile = data.draw(random_profiles(5))
-    simulator = Simulator(profile)
-    position = data.draw(st.integers(0, profile.graph.length - 1))
-    totals = [p.total for p in simulator.timeline([]).points]
-    live = simulator.live_blocks([], position)
-    sizes = [profile.graph.blocks[n].bytes for n in live]
-    assert sum(sizes) + profile.graph.static_bytes == totals[position]
-    assert sizes == sorted(sizes, reverse=True)
-
-
 def test_seconds_add_up(chain: Callable[..., Profile]) -> None:
     profile = chain(4)
     simulator = Simulator(profile)

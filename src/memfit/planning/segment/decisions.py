@@ -108,7 +108,7 @@ def block_activations(
                 continue
             rows.append(
                 ActivationPlan(
-                    name=f"{block.origin.removeprefix('aten::') or 'tensor'}_{len(rows)}",
+                    name=f"{block.operator or 'tensor'}_{len(rows)}",
                     decision=decision if block.bytes >= smallest_bytes else KEEP,
                     bytes=block.bytes,
                     recompute_s=seconds,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.ir.joint_graph import JointGraph, Node, Storage
 
+_OWN_CODE = os.path.dirname(__file__)  # which calls the segment: not where a tensor comes from
 _CUDA_GRAIN = 512
 _HASH_CHARACTERS = 12
 # Operators of other libraries may hide state or random numbers that their schema does not tell.
@@ -379,7 +381,8 @@ def _source(node: fx.Node) -> str:
     path = str(modules[-1][0]) if modules else ""
     path = path.rpartition("]")[2].lstrip(".")
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [i for i, line in enumerate(lines) if line.startswith('File "')]
+    found = (i for i, line in enumerate(lines) if line.startswith('File "'))
+    frames = [i for i in found if _OWN_CODE not in lines[i]]
     if not frames:
         return path
     place = lines[frames[-1]]
