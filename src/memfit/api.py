@@ -333,7 +333,8 @@ def fit_workload(
             ),
         )
 
-    return Fitted(part, planned.install(), measured, result, replan, accumulate, base)
+    whole = workload.batch
+    return Fitted(part, planned.install(), measured, result, replan, accumulate, base, whole)
 
 
 def _measuring(

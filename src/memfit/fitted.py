@@ -39,6 +39,7 @@ class Fitted:
         replan: Replan,
         accumulate: int = 1,
         plain: Profile | None = None,
+        whole: Any = None,
     ) -> None:
         self.workload = workload
         self.profile = profile
@@ -48,6 +49,7 @@ class Fitted:
         self._replan = replan
         self._accumulate = accumulate
         self._split = applied.plan.split  # also where a larger part has a plan of its own
+        self._whole = whole  # a batch; in parts, the first is the workload's
         self._planned = [(workload.batch, applied, profile, result)]
         self._waiting = 0  # batches since the optimizer last stepped
         self._group = accumulate
@@ -57,6 +59,11 @@ class Fitted:
     def plan(self) -> Plan:
         """The plan at work."""
         return self.applied.plan
+
+    @property
+    def example(self) -> Any:
+        """A batch that `step` takes by the plan at work, or by one like it: whole, not a part."""
+        return self.workload.batch if self._split == 1 else self._whole
 
     @property
     def waiting(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -16,6 +16,7 @@ from memfit.measure.timing import Clock
 from memfit.observe.marks import Marks, Shares
 from memfit.runtime.calls import Route
 from memfit.runtime.signature import batch_signature, is_no_larger
+from memfit.runtime.split import parts_of
 from memfit.workload import Workload
 
 
@@ -93,13 +94,18 @@ def plain_steps(workload: Workload, loader: Iterable[Any] | None, route: Route) 
 
 
 def fitted_steps(fitted: Fitted, loader: Iterable[Any] | None) -> TimedSteps:
-    """Steps of a fitted workload, as many batches each as the optimizer waits for."""
+    """Steps of a fitted workload, as many batches each as the optimizer waits for.
+
+    Where the plan runs a batch in parts, the times of all parts add up.
+    """
+    plan = fitted.plan
 
     def train(batch: Any, marks: Marks) -> None:
-        if not is_no_larger(batch, fitted.workload.batch):
+        parts = parts_of(batch, plan.split)
+        if not all(is_no_larger(part, fitted.workload.batch) for part in parts):
             raise UsageError(
                 f"the batch {batch_signature(batch)} is larger than what was planned for, "
-                f"{batch_signature(fitted.workload.batch)}, or unlike it",
+                f"{batch_signature(fitted.example)}, or unlike it",
                 hint="time batches of the planned shape",
             )
         fitted.on_phase = marks.phase
@@ -108,10 +114,9 @@ def fitted_steps(fitted: Fitted, loader: Iterable[Any] | None) -> TimedSteps:
         finally:
             fitted.on_phase = None
 
-    plan = fitted.plan
     route = Route(plan.route, plan.model_calls)
     group = fitted.profile.accumulate // plan.split
-    return TimedSteps(fitted.workload, route, train, loader, group)
+    return TimedSteps(replace(fitted.workload, batch=fitted.example), route, train, loader, group)
 
 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:

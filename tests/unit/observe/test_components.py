@@ -29,6 +29,7 @@ from memfit.observe.marks import (
     add_up,
 )
 from memfit.report.component_times import component_report
+from memfit.runtime.signature import describe
 
 
 def difference(start: float, stop: float) -> float:
@@ -244,6 +245,26 @@ def test_a_step_over_several_batches_is_timed_whole(large: memfit.Workload) -> N
         fitted.step(large.batch)
         with pytest.raises(UsageError, match="gradients of 1 batches wait"):
             component_times(fitted)
+
+
+def test_a_batch_in_parts_is_timed_whole(large: memfit.Workload) -> None:
+    """Whole batches were refused as larger than planned, and without a loader a part was timed."""
+    with memfit.fit_workload(large, "45%", allow="microbatch", steps=1) as fitted:
+        split = fitted.plan.split
+        assert split > 1, "nothing else is allowed"
+        phases: list[str] = []
+        fitted.on_phase = phases.append
+        fitted.step(large.batch)
+        assert phases.count("backward") == split
+        for loader in (None, [large.batch]):
+            times = component_times(fitted, loader, steps=3)
+            check_sum(times)
+            assert times.workload["batch"] == describe(large)["batch"]
+            assert times.components["optimizer"] > 0
+            assert all(s.forward_s > 0 and s.backward_s > 0 for s in times.segments[:-1])
+        check_sum(component_times(fitted, [large.batch[: len(large.batch) // 2]], steps=3))
+        with pytest.raises(UsageError, match="larger than what was planned for"):
+            component_times(fitted, [torch.cat([large.batch, large.batch])], steps=1)
 
 
 def test_bad_input_is_refused_with_a_hint(large: memfit.Workload) -> None:
