@@ -19,6 +19,7 @@ from memfit.ir.profile import Profile
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
 from memfit.measure.kept_copies import reused
+from memfit.measure.ran_out import Stages, told_how_far
 from memfit.planning.budget import check_budget_text, resolve_budget
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import (
@@ -225,7 +226,7 @@ def fit_workload(
     each optimizer step will see; `cuda_graphs` is as in `profile`. The model, the optimizer and the
     RNG are as before when it returns; only the plan is at work.
     """
-    say = progress or (lambda text: None)
+    say = Stages.of(progress)
     if activation_reduction is not None and budget == "auto":
         budget = None
     if budget is not None:
@@ -258,7 +259,7 @@ def fit_workload(
         channels_last=None if plan is None else plan.channels_last,
         accumulate=accumulate,
         cuda_graphs=cuda_graphs,
-        progress=progress,
+        progress=say,
     )
     if base.workload != describe(workload) or base.accumulate != accumulate:
         raise UsageError(
@@ -270,9 +271,10 @@ def fit_workload(
     def held_from(base: Profile, goal: Goal) -> tuple[Whole, Held]:
         if plan is None and budget is not None:
             goal = replace(goal, budget_bytes=resolve_budget(budget, base))
-        measure = _measuring(workload, base, segments, progress)
+        measure = _measuring(workload, base, segments, say)
         try:
-            return hold_whole_step(workload, base, goal, plan, measure, say)
+            with told_how_far(workload, say, base):
+                return hold_whole_step(workload, base, goal, plan, measure, say)
         except InfeasibleError as refusal:
             refusal.learned = refusal.learned or base
             raise
@@ -293,14 +295,15 @@ def fit_workload(
             executor="inductor" if layers else base.executor,
             accumulate=accumulate,
             cuda_graphs=False,
-            progress=progress,
+            progress=say,
         )
         whole, held = held_from(base, goal)
     setup, part = whole.setup, part_of(workload, whole.split)
     measured, made = held.profile, held.plan
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
-    result = prove(workload, planned, base, held, steps=steps, say=say)
+    with told_how_far(workload, say, base):
+        result = prove(workload, planned, base, held, steps=steps, say=say)
     if not result.numerics.kept:
         warnings.warn(
             f"{workload.name or 'the step'} holds its budget, but its numbers are not those of the "

@@ -83,9 +83,15 @@ class ModelError(MemfitError):
 
 
 class DeviceMemoryError(MemfitError):
-    """The device ran out of memory where memfit could not avoid it."""
+    """The device ran out of memory where memfit could not avoid it.
+
+    `ended` says how far a step came and what was live then, if one was run (an OutOfMemory of
+    memfit.ir.ended); `learned` is the profile, where it was made before.
+    """
 
     exit_code = 4
+    ended: Any = None
+    learned: Any = None
 
 
 class HostMemoryError(MemfitError):

@@ -22,6 +22,7 @@ from memfit.ir.step_graph import StepGraph
 from memfit.measure.cuda_allocator import allocator_start, settle_optimizer_state
 from memfit.measure.device import device_facts
 from memfit.measure.memory import Peak, static_bytes
+from memfit.measure.ran_out import Stages, first_words, told_how_far
 from memfit.measure.step import explained_errors, run_first_steps, untouched
 from memfit.measure.switches import switch_notes
 from memfit.runtime.apply import refuse_planned
@@ -60,7 +61,7 @@ def profile_workload(
     Images are `turned` around to have their channels last; None: where compiled code wants them so.
     The step is launched as `cuda_graphs`; None: where the host holds it up.
     """
-    say = progress or (lambda text: None)
+    say = Stages.of(progress)
     refuse_compiled(workload.model)
     refuse_planned(workload.model)
     if surely_compiled(workload, executor):
@@ -69,7 +70,7 @@ def profile_workload(
     copy = swap_rates(workload.device)
     switched = switch_notes(workload.model)
     say("putting the state aside")
-    with untouched(workload), setup or nullcontext():
+    with untouched(workload), setup or nullcontext(), told_how_far(workload, say):
         say("finding segments")
         if turned is None:
             turned = executor in (None, "inductor") and prefers_channels_last(workload)
@@ -163,7 +164,6 @@ def _warm_up(workload: Workload, captured: Captured) -> None:
             run_first_steps(workload)
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
-            "the step runs out of memory even with every segment recomputed: "
-            + str(error).split(". ")[0],
+            "the step runs out of memory even with every segment recomputed: " + first_words(error),
             hint="use a smaller batch or sequence, bf16, or a smaller model",
         ) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,22 +108,24 @@ def fit(
         from memfit.measure.device import device_facts
 
         session.progress(f"building {target}")
-        workload = what.build()
-        techniques = goal.techniques_on(workload.device.type)
-        if plan is None and not goal.aims:
-            _show_choices(session, what, workload, goal, batches)
-            return
-        fitted = api.fit_workload(
-            workload,
-            goal.budget_on(device_facts(workload.device)),
-            plan=plan,
-            steps=steps,
-            segments=goal.segments or None,
-            accumulate=batches,
-            cuda_graphs=cuda_graphs,
-            progress=session.progress,
-            **goal.plan_options(),
-        )
+        with _leaving(session, target, output) as built:
+            workload = what.build()
+            built.append(workload)
+            techniques = goal.techniques_on(workload.device.type)
+            if plan is None and not goal.aims:
+                _show_choices(session, what, workload, goal, batches)
+                return
+            fitted = api.fit_workload(
+                workload,
+                goal.budget_on(device_facts(workload.device)),
+                plan=plan,
+                steps=steps,
+                segments=goal.segments or None,
+                accumulate=batches,
+                cuda_graphs=cuda_graphs,
+                progress=session.progress,
+                **goal.plan_options(),
+            )
         could_move = plan is None and "offload" in techniques
         _show(session, what, fitted, goal, output, could_move=could_move, explain=explain)
 
@@ -141,6 +145,28 @@ def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> 
     from memfit.ir.plan import Plan
 
     return Plan.load(plan_file)
+
+
+@contextmanager
+def _leaving(session: Session, target: str, output: Path | None) -> Iterator[list[Workload]]:
+    """Leave a run file of a fit that comes to no result, too; the list takes what is fitted."""
+    from memfit.cli.unfinished import WITHOUT_RESULT, unfinished
+
+    built: list[Workload] = []
+    try:
+        yield built
+    except WITHOUT_RESULT as error:
+        if output is not None:
+            write_json(output, unfinished(error, target, built[0] if built else None).to_json())
+            if not session.as_json:
+                session.line(f"wrote {output}; next: {_report_command(output)}")
+        raise
+
+
+def _report_command(output: Path) -> str:
+    """What makes a page of a run file."""
+    named = [str(output)] if output.suffix == ".json" else ["--result", str(output)]
+    return shlex.join(["memfit", "report", *named, "-o", str(output.with_suffix(".html"))])
 
 
 def _show(
@@ -166,9 +192,7 @@ def _show(
         same = [*goal.sweep_words(), *accumulating(fitted.plain.accumulate)]
         following = what.command("plan", "--sweep", *same)
         if output is not None:
-            page = output.with_suffix(".html")
-            named = [str(output)] if output.suffix == ".json" else ["--result", str(output)]
-            following = shlex.join(["memfit", "report", *named, "-o", str(page)])
+            following = _report_command(output)
         session.line(summary_line(result, following))
     if not result.numerics.kept:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,10 +16,10 @@ from memfit.cli.output_file import check_file, make_folder, write_json, write_te
 from memfit.cli.session import Session, opened
 from memfit.cli.starting import started
 from memfit.cli.target import Target
-from memfit.errors import UsageError
+from memfit.errors import DeviceMemoryError, UsageError
 
 if TYPE_CHECKING:
-    from memfit.report.run_report import RunReport
+    from memfit.report.run_report import EndedReport, RunReport
 
 _FILES, _OUTPUT = "From files, instead of TARGET", "Output"
 
@@ -200,6 +200,7 @@ def report(
         _check(outputs, what, goal, given)
         session.progress("loading torch")
         from memfit.cli.report_input import curve_strategies, from_files, from_fit, with_curve
+        from memfit.report.run_report import EndedReport
 
         strategies = [] if no_curve else curve_strategies(curve)
         if target is not None:
@@ -208,6 +209,8 @@ def report(
         else:
             found = from_files(session, profile_file, plan_file, result_file, goal)
         found = replace(found, command=shlex.join(["memfit", *sys.argv[1:]]))
+        if isinstance(found, EndedReport):
+            _show_ended(session, found, outputs)
         if strategies:
             found = with_curve(session, found, goal, strategies, points)
         _show(session, found, outputs, _write(session, found, outputs))
@@ -290,16 +293,40 @@ def _show(session: Session, found: RunReport, outputs: Outputs, written: list[Pa
                     "measured_peak_bytes": found.measured_after_bytes,
                 },
                 "verdict": None if result is None else result.verdict,
-                "refused": found.refused or None,
+                "refused": None if found.refused is None else found.refused.error,
             }
         )
     else:
         session.line(f"wrote {', '.join(str(path) for path in written)}")
-        if found.refused:
-            session.line(f"no plan holds the budget: {found.refused}")
+        if found.refused is not None:
+            session.line(f"{found.refused.heading}: {found.refused.error}")
         following = outputs.next_words()
         session.line(
             plan_line(found.plan, following) if result is None else summary_line(result, following)
         )
-    if found.refused or (result is not None and not result.numerics.kept):
+    if found.refused is not None:
+        raise typer.Exit(found.refused.exit_code)
+    if result is not None and not result.numerics.kept:
         raise typer.Exit(1)
+
+
+def _show_ended(session: Session, found: EndedReport, outputs: Outputs) -> NoReturn:
+    """Write the page of a fit that ended without a profile: there is nothing else to draw."""
+    from memfit.report.html.ended import ended_page
+
+    refused = found.refused
+    if outputs.page is None:
+        raise DeviceMemoryError(
+            f"{refused.error}. There is no profile to draw from",
+            hint="-o report.html shows how far it came and what was live",
+        )
+    write_text(outputs.page, ended_page(found))
+    if session.as_json:
+        session.emit({"written": [str(outputs.page)], **refused.to_json()})
+    else:
+        session.line(f"wrote {outputs.page}")
+        if outputs != (alone := Outputs(outputs.page, None, None, None)):
+            session.line("and nothing else: there is no profile to draw from")
+        session.line(f"{refused.heading}: {refused.error}")
+        session.line(alone.next_words())
+    raise typer.Exit(refused.exit_code)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from memfit import __version__
-from memfit.cli.goal import GoalOptions
+from memfit.cli.goal import GoalOptions, refuse_together
 from memfit.cli.session import Session
 from memfit.cli.target import Target
+from memfit.cli.unfinished import WITHOUT_RESULT, ended_report, nearest_plan, unfinished
 from memfit.errors import (
-    InfeasibleError,
     PlanFileError,
     ProfileFileError,
     RunFileError,
@@ -21,11 +21,10 @@ from memfit.errors import (
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.run_file import RunFile
-from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.replay import replay, replay_plan
 from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import STRATEGIES
-from memfit.report.run_report import RunReport
+from memfit.report.run_report import EndedReport, RunReport
 from memfit.units import format_bytes
 
 PEAKS_APART = 0.01  # of the predicted peak: a plan that is further off belongs to another profile
@@ -46,7 +45,7 @@ def curve_strategies(text: str | None) -> list[str]:
 
 def from_fit(
     session: Session, what: Target, goal: GoalOptions, accumulate: int, steps: int
-) -> RunReport:
+) -> RunReport | EndedReport:
     """Fit a target, as `memfit fit` does."""
     from memfit import api
     from memfit.cli.fit import run_file
@@ -57,10 +56,11 @@ def from_fit(
             "there is no budget to fit into",
             hint=f"give --budget B; {what.command('fit')} shows which are possible",
         )
-    session.progress(f"building {what.name}")
-    workload = what.build()
-    goal.techniques_on(workload.device.type)
+    workload = None
     try:
+        session.progress(f"building {what.name}")
+        workload = what.build()
+        goal.techniques_on(workload.device.type)
         fitted = api.fit_workload(
             workload,
             goal.budget_on(device_facts(workload.device)),
@@ -70,29 +70,21 @@ def from_fit(
             progress=session.progress,
             **goal.plan_options(),
         )
-    except InfeasibleError as refusal:
-        return _nearest(session, refusal)
+    except WITHOUT_RESULT as error:
+        return _without_result(session, unfinished(error, what.name, workload))
     fitted.undo()
     return _collect(session, fitted.profile, fitted.plan, run_file(fitted))
 
 
-def _nearest(session: Session, refusal: InfeasibleError) -> RunReport:
-    """What a budget that no plan holds would have taken: the plan that comes nearest to it."""
-    if refusal.learned is None:
-        raise refusal
-    profile, least = refusal.learned, refusal.minimum_bytes
-    goals = [Goal(strategy="none")]
-    goals = goals if least is None else [Goal(budget_bytes=least), *goals]
-    for goal in goals:
-        try:
-            plan = make_plan(profile, goal)
-        except InfeasibleError:
-            continue
-        budget = refusal.budget_bytes or plan.budget_bytes
-        least = plan.minimum_feasible_bytes if least is None else least
-        plan = replace(plan, budget_bytes=budget, minimum_feasible_bytes=least)
-        return replace(_collect(session, profile, plan, None), refused=refusal.message)
-    raise refusal
+def _without_result(session: Session, run: RunFile) -> RunReport | EndedReport:
+    """What a fit left that came to no result: the nearest plan, where there is a profile."""
+    assert run.refused is not None
+    profile, plan = run.profile, None
+    if profile is not None:
+        plan = nearest_plan(profile, run.refused)
+    if profile is None or plan is None:
+        return ended_report(run)
+    return replace(_collect(session, profile, plan, run), refused=run.refused)
 
 
 def from_files(
@@ -101,12 +93,17 @@ def from_files(
     plan_file: Path | None,
     result_file: Path | None,
     goal: GoalOptions,
-) -> RunReport:
+) -> RunReport | EndedReport:
     """Read a profile, a plan and a result, or take those that the result has in it.
 
     Without a plan one is made for the goal.
     """
     run = None if result_file is None else RunFile.load(result_file)
+    if run is not None and run.refused is not None:
+        others = {"--profile": profile_file, "--plan": plan_file}
+        given = [option for option, path in others.items() if path is not None]
+        refuse_together([str(result_file), *given, *goal.given, *goal.planning_options])
+        return _without_result(session, run)
     profile = run.profile if run is not None else None
     profile = profile if profile_file is None else Profile.load(profile_file)
     if profile is None:
@@ -130,7 +127,8 @@ def from_files(
             f"{', '.join(given)} say how to make a plan, but a file gives one",
             hint="leave out --plan and --result, or the others",
         )
-    ran = profile.workload if run is None else run.result.workload
+    result = None if run is None else run.result
+    ran = profile.workload if result is None else result.workload
     for part in ("name", "model", "optimizer"):  # a plan may run a batch in parts
         fitted, profiled = (w.get(part) for w in (ran, profile.workload))
         if fitted != profiled:

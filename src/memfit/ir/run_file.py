@@ -9,6 +9,7 @@ from typing import Any
 
 from memfit.errors import RunFileError
 from memfit.ir.codec import from_data, to_data, unpacked
+from memfit.ir.ended import VERDICTS, NoResult
 from memfit.ir.plan import SCHEMA_VERSION as PLAN_VERSION
 from memfit.ir.plan import Plan
 from memfit.ir.plan_check import fault_in
@@ -22,22 +23,29 @@ from memfit.ir.swap import SwapStatistics
 class RunFile:
     """A result, its plan, the profile it was planned from and the command that was given.
 
-    `plain` is the profile of the plain step, where the planned one has another set-up or a batch in
-    parts. What an older file has not is None or empty.
+    `refused` stands in the place of a result that a fit did not come to; then there is no plan, and
+    the profile only if one was made. `plain` is the profile of the plain step, where the planned
+    one has another set-up or a batch in parts. What an older file has not is None or empty.
     """
 
-    result: Result
+    result: Result | None
     plan: Plan | None = None
     profile: Profile | None = None
     plain: Profile | None = None
     command: str = ""
     memfit: str = ""
+    refused: NoResult | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.result is None) != (self.refused is None)
 
     def to_json(self) -> dict[str, Any]:
         """The result's own object, with the rest beside it."""
+        own = self.result or self.refused
+        assert own is not None
         about = {"memfit": self.memfit, "command": self.command}
         parts = {"plan": self.plan, "profile": self.profile, "plain": self.plain}
-        return {**self.result.to_json(), **about, **{k: to_data(v) for k, v in parts.items()}}
+        return {**own.to_json(), **about, **{k: to_data(v) for k, v in parts.items()}}
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
@@ -72,12 +80,14 @@ def _read(data: dict[str, Any]) -> RunFile:
     if isinstance(swap := data.get("swap"), dict):  # the rest is derived from these
         known = {field.name for field in fields(SwapStatistics)}
         data["swap"] = {name: value for name, value in swap.items() if name in known}
+    refused = data.get("verdict") in VERDICTS
     return RunFile(
-        from_data(Result, data),
+        None if refused else from_data(Result, data),
         None if plan is None else _whole_plan(plan),
         None if profile is None else _whole_profile(profile, "profile"),
         None if plain is None else _whole_profile(plain, "plain profile"),
         **about,
+        refused=from_data(NoResult, data) if refused else None,
     )
 
 

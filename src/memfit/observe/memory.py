@@ -22,7 +22,7 @@ from memfit.ir.memory_series import (
     Snapshot,
     Spike,
 )
-from memfit.observe.census import failure_notes
+from memfit.measure.census import failure_notes
 from memfit.observe.counters import Counter, counter_for
 from memfit.observe.device import resolve_device
 from memfit.observe.record import Record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.ir.ended import NoResult
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.replay import Replay
@@ -31,7 +32,7 @@ class RunReport:
     run_command: str = ""
     plain: Profile | None = None
     curve: tuple[SweepRow, ...] = ()
-    refused: str = ""  # why no plan holds the budget; then the plan is the nearest one
+    refused: NoResult | None = None  # of a fit without a result; then the plan is the nearest one
 
     def __post_init__(self) -> None:
         for replay in (self.before, self.after):
@@ -63,6 +64,17 @@ class RunReport:
     def after_words(self) -> str:
         """What `after` shows, in words."""
         return f"planned by {self.plan.strategy}{_changes(self.profile)}"
+
+
+@dataclass(frozen=True)
+class EndedReport:
+    """A fit that ended before there was a profile: why, how far it came and what was live."""
+
+    refused: NoResult
+    command: str
+    made: str
+    memfit: str
+    run_command: str = ""
 
 
 def _changes(profile: Profile) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from memfit.errors import ProfileFileError, RunFileError
 from memfit.ir.codec import to_data
+from memfit.ir.ended import NoResult, OutOfMemory, Stage
 from memfit.ir.plan import Plan, Prediction
 from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
@@ -81,6 +82,18 @@ def test_a_run_without_plan_and_profile_is_a_result(run: RunFile, tmp_path: Path
     assert RunFile.load(tmp_path / "old.json") == RunFile(run.result)
 
 
+def test_a_fit_without_a_result_is_read_as_it_was_written(profile: Profile, tmp_path: Path) -> None:
+    memory = OutOfMemory((Stage("warming up", 0.5),), "backward", {"parameters": 3}, ("3 B",), 9)
+    workload, device = profile.workload, vars(profile.device)
+    for refused in (
+        NoResult("infeasible", "no", "more", 1, 2, 3, {"fixed": 3}, workload, device),
+        NoResult("out of memory", "none left", None, 4, memory=memory),
+    ):
+        run = RunFile(None, None, profile, None, "memfit fit", "0.1.0", refused)
+        run.save(tmp_path / "run.json")
+        assert RunFile.load(tmp_path / "run.json") == run
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -88,6 +101,7 @@ def test_a_run_without_plan_and_profile_is_a_result(run: RunFile, tmp_path: Path
         ("[]", "schema_version"),
         ('{"schema_version": 99}', "schema_version 1"),
         ('{"schema_version": 1}', "has no 'workload'"),
+        ('{"schema_version": 1, "verdict": "infeasible"}', "NoResult has no 'error'"),
     ],
 )
 def test_what_is_no_run_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import memfit
 from memfit.errors import MemfitError, UsageError
 from memfit.ir.memory_series import MB, MemorySeries, Spike
-from memfit.observe.census import live_tensors
+from memfit.measure.census import live_tensors
 from memfit.observe.memory import MemoryProfiler
 
 Make = Callable[..., MemoryProfiler]

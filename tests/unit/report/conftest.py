@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from memfit.ir.ended import NoResult, OutOfMemory, Stage
 from memfit.ir.plan import ActivationPlan, Plan, Prediction, SegmentPlan, VariantPlan
 from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.replay import replay, replay_plan
 from memfit.planning.simulate import Simulator
-from memfit.report.run_report import RunReport
+from memfit.report.run_report import EndedReport, RunReport
 from memfit.report.sweep import SweepRow
 
 MIB = 2**20
@@ -212,6 +213,21 @@ def planned() -> RunReport:
         memfit="0.1.0",
         curve=curve,
     )
+
+
+@pytest.fixture(scope="session")
+def ended() -> EndedReport:
+    """A fit that found no memory while it was profiled."""
+    memory = OutOfMemory(
+        (Stage("finding segments", 0.1), Stage("warming up", 0.5)),
+        "backward at <b>",
+        {"parameters": 2 * 2**30, "gradients": 0, "activations": 2**30},
+        ("1.00 GiB a <tensor>",),
+        8 * 2**30,
+    )
+    error = f"out of memory. {memory.words}"
+    refused = NoResult("out of memory", error, "a smaller one", 4, memory=memory)
+    return EndedReport(refused, "memfit report run.json", "now", "0.1.0", "memfit fit 'a <b>'")
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,8 @@ def tiles(report: RunReport) -> list[Tile]:
     expected = ratio(plan.predicted.step_s / plan.baseline_step_s)
     if result is None:
         held = Tile("budget", budget, least)
-        if report.refused:
-            held = Tile("budget", budget, f"no plan holds it; {least}", _tone(False))
+        if report.refused is not None:
+            held = Tile("budget", budget, f"{report.refused.heading}; {least}", _tone(False))
         return [
             held,
             Tile("predicted peak", format_bytes(plan.predicted.peak_bytes), f"before: {before}"),

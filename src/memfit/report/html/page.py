@@ -7,22 +7,15 @@ from typing import Any
 
 from memfit.report.html import facts
 from memfit.report.html.chart_data import curve_data, memory_data
+from memfit.report.html.ended import memory_tables
 from memfit.report.html.table_data import decision_table, segment_table
+from memfit.report.html.template import template
 from memfit.report.run_report import RunReport
 
 
 def html_page(report: RunReport) -> str:
     """The whole page as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("memfit.report", "html"),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
+    page: str = template("page.html.j2").render(
         report=report,
         tiles=facts.tiles(report),
         numbers=facts.numbers(report),
@@ -34,7 +27,9 @@ def html_page(report: RunReport) -> str:
         environment=facts.environment(report),
         commands=facts.commands(report),
         data=script_json(page_data(report)),
+        **memory_tables(report.refused),
     )
+    return page
 
 
 def page_data(report: RunReport) -> dict[str, Any]:

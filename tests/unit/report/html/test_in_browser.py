@@ -6,6 +6,7 @@ Needs Chromium and its driver on the PATH (Debian: chromium, chromium-driver) an
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,8 +17,9 @@ import pytest
 
 from memfit.ir.plan import VariantPlan
 from memfit.ir.run_file import RunFile
+from memfit.report.html.ended import ended_page
 from memfit.report.html.page import html_page
-from memfit.report.run_report import RunReport
+from memfit.report.run_report import EndedReport, RunReport
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="driving a browser needs selenium")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -90,6 +92,12 @@ def _one(driver: Driver, selector: str) -> Any:
     return driver.find_element("css selector", selector)
 
 
+def _lightness(driver: Driver, selector: str, name: str) -> float:
+    """The mean of a colour's red, green and blue, as it is drawn."""
+    words = _one(driver, selector).value_of_css_property(name)
+    return sum(float(n) for n in re.findall(r"[\d.]+", words)[:3]) / 3
+
+
 def _point_at(driver: Driver, selector: str, x: float, y: float) -> str:
     """Move the pointer to a share of an element's width and height; return the tooltip's words."""
     script = """
@@ -123,6 +131,25 @@ def test_it_opens_offline_without_an_error_and_without_scrolling_sideways(
     assert wide <= size[0]
     assert len(_all(driver, "#memory svg path[data-category]")) >= 10
     assert driver.execute_script("return document.documentElement.dataset.theme") == scheme
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_a_fit_without_memory_is_readable_in_both_schemes(
+    opened: Callable[..., Driver],
+    ended: EndedReport,
+    size: tuple[int, int],
+    scheme: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ended.html"
+    path.write_text(ended_page(ended), encoding="utf-8")
+    driver = opened(size, scheme, path.as_uri())
+    assert driver.get_log("browser") == []
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    ground, ink = (_lightness(driver, "body", name) for name in ("background-color", "color"))
+    assert (ground < 50 and ink > 200) if scheme == "dark" else (ground > 200 and ink < 50)
+    assert "warming up: out of memory, in backward at <b>" in _one(driver, "#how-far").text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,10 +10,11 @@ from html.parser import HTMLParser
 import pytest
 
 from memfit.ir.plan import TechniqueChoice
+from memfit.report.html.ended import ended_page
 from memfit.report.html.facts import categories, category_checks, comparison, tiles
 from memfit.report.html.page import html_page, page_data, script_json
 from memfit.report.html.table_data import decision_table, segment_table
-from memfit.report.run_report import RunReport
+from memfit.report.run_report import EndedReport, RunReport
 
 
 class Text(HTMLParser):
@@ -62,6 +63,23 @@ def test_the_page_loads_nothing(run: RunReport) -> None:
     assert not re.findall(r"@import|url\(", page)
     urls = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert urls == {"http://www.w3.org/2000/svg"}  # the name of SVG: nobody goes there
+
+
+def test_the_page_of_a_fit_without_memory_loads_nothing(ended: EndedReport) -> None:
+    page = ended_page(ended)
+    text = Text(page)
+    assert text.loads == ["data:,"] and "<script" not in page
+    assert not re.findall(r"@import|url\(|https?:", page)
+    far, live = (" ".join(text.sections[name].split()) for name in ("how-far", "live"))
+    assert "warming up: out of memory, in backward at <b>" in far and "500.0 ms" in far
+    assert "3.00 GiB of 8.00 GiB" in live and "parameters" in live and "a <tensor>" in live
+    assert "memfit fit 'a <b>'" in text.sections["commands"]
+
+
+def test_a_fit_that_failed_after_its_profile_has_both(run: RunReport, ended: EndedReport) -> None:
+    sections = Text(html_page(replace(run, result=None, refused=ended.refused))).sections
+    assert {"how-far", "live", "memory", "segments"} <= set(sections)
+    assert "how-far" not in Text(html_page(run)).sections
 
 
 def test_the_page_is_small(run: RunReport) -> None:

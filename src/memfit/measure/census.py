@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -32,13 +32,19 @@ def failure_notes(
     return notes
 
 
-def live_tensors(device: torch.device) -> tuple[dict[str, int], list[str]]:
-    """Bytes of the tensors on a device by kind, every storage once, and the largest in words."""
+def live_tensors(
+    device: torch.device, known: Mapping[str, Sequence[torch.Tensor]] | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """Bytes of the tensors on a device by kind, every storage once, and the largest in words.
+
+    Tensors that are `known` have kinds of their own.
+    """
     there = [t for t in _tensors() if t.device.type == device.type]
     parameters: list[torch.Tensor] = [t for t in there if isinstance(t, torch.nn.Parameter)]
     by_kind: dict[str, list[torch.Tensor]] = {
         "parameters": parameters,
         "gradients": [t.grad for t in there if t.is_leaf and t.grad is not None],
+        **{kind: [t for t in ts if t.device == device] for kind, ts in (known or {}).items()},
         "activations": [t for t in there if t.requires_grad and not t.is_leaf],
         "other tensors": there,
     }
