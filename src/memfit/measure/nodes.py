@@ -25,7 +25,8 @@ from memfit.measure.turns import alone
 REPEATS = 5
 LONG_S = 0.05  # past this many seconds an operator on the CPU is not repeated again
 # Fused by inductor, an elementwise operator moves about a quarter of the bytes it would move
-# alone: its inputs and results mostly stay in registers between it and its neighbours.
+# alone: its inputs and results mostly stay in registers between it and its neighbours. (But what
+# others read is written: `_bytes_fused`.)
 FUSION_FACTOR = 0.25
 _COPY_BYTES = 256 * 2**20  # well past any cache
 _MOVING = (
@@ -43,6 +44,7 @@ _MOVING = (
     "select_scatter",
     "slice_scatter",
 )
+_REDUCING = ("sum", "mean", "prod", "amax", "amin", "max", "min", "var", "var_mean", "any", "all")
 
 Step = Callable[[str, Callable[[], Any]], Any]  # runs an operator, given its name
 
@@ -69,8 +71,7 @@ def measure_nodes(
     seconds: dict[str, float] = {}
     if fused:
         rate = _bytes_per_second(device)
-        nodes = (n for half in (forward, backward) for n in half.graph.nodes if is_elementwise(n))
-        seconds = {n.name: FUSION_FACTOR * _bytes_moved(n) / rate for n in nodes}
+        seconds = {name: size / rate for name, size in _bytes_fused(forward, backward).items()}
     timer = _Timer(Clock(device), seconds)
     _run_both(forward, backward, args, num_outputs, timer.step)
     events = record(lambda: _run_both(forward, backward, args, num_outputs, _marked), device)
@@ -85,7 +86,7 @@ def is_elementwise(node: fx.Node) -> bool:
         return False
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return True
-    if any(r.alias_info is not None for r in schema.returns):
+    if _is_view(node):
         return True
     return schema.name.partition("::")[2] in _MOVING
 
@@ -209,11 +210,61 @@ def _device(args: Sequence[Any]) -> torch.device:
 
 def _bytes_moved(node: fx.Node) -> int:
     """Bytes that the operator alone reads and writes; none for a view."""
-    schema: Any = getattr(node.target, "_schema", None)
-    if any(r.alias_info is not None for r in schema.returns):
-        return 0
-    values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    return 0 if _is_view(node) else sum(map(_bytes_of, (*node.all_input_nodes, node)))
+
+
+def _bytes_of(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _bytes_fused(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, float]:
+    """Bytes that elementwise operators move when inductor fuses them.
+
+    What operators of the backward read that are not fused, such as products of matrices, has to be
+    written when it is made again. So have inputs to be read for it that nothing else in fused code
+    reads, such as weights that are cast.
+    """
+    own = {node.name for node in forward.graph.nodes}
+    written: set[str] = set()
+    read: set[str] = set()
+    for node in backward.graph.nodes:
+        if node.op == "call_function" and node.name not in own:
+            readers = read if is_elementwise(node) or _is_reduction(node) else written
+            readers.update(_behind_views(n).name for n in node.all_input_nodes)
+    written = {_behind_views(n).name for n in forward.graph.nodes if n.name in written}
+    found: dict[str, float] = {}
+    for node in (*backward.graph.nodes, *forward.graph.nodes):
+        if not is_elementwise(node):
+            continue
+        size = FUSION_FACTOR * _bytes_moved(node)
+        if size and node.name in written:
+            alone = [n for n in map(_behind_views, node.all_input_nodes) if _only(n, read)]
+            size += (1 - FUSION_FACTOR) * sum(map(_bytes_of, (node, *alone)))
+        found[node.name] = size
+    return found
+
+
+def _only(node: fx.Node, read: set[str]) -> bool:
+    """Whether the node comes from outside and fused code of the backward does not read it."""
+    return node.op == "placeholder" and node.name not in read
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    """Whether inductor fuses the operator with what it reads: a sum, a mean, a largest value."""
+    return getattr(node.target, "_opname", "") in _REDUCING
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    """The node whose memory it shows."""
+    while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 @cache
