@@ -55,6 +55,15 @@ RESNET152, ENCODER = _of("torchvision:resnet152"), _of("encoder", seq=128)
 _GRAPHS = tuple(f"memfit:{share}% launch=graphs" for share in (60, 50, 40))
 _TILES = ("memfit:70%", *(f"memfit:{share}% allow=+tiled_loss" for share in (60, 40)))
 _STEPS = tuple(f"memfit:{share}% allow=+tiled_loss+step_in_backward" for share in (60, 45))
+# Sweeps run memfit by whole segments, which compile nothing; these are what it would choose itself.
+_RESNETS, _ENCODERS = (
+    sized(RESNET152, (4, 8, 16, 32, 64)),
+    sized(ENCODER, (2, 4, 8, 16, 32, 64, 128, 256)),
+)
+_BEST = {
+    **{spec.name: ("memfit:65% launch=graphs",) for spec in _RESNETS if spec.batch in (16, 64)},
+    **{spec.name: ("memfit:65% executor=inductor",) for spec in _ENCODERS},
+}
 SUITES = {
     "peers": Suite(
         (
@@ -74,9 +83,10 @@ SUITES = {
         },
     ),
     "sweep": Suite(
-        (*sized(RESNET152, (4, 8, 16, 32, 64)), *sized(ENCODER, (2, 4, 8, 16, 32, 64, 128, 256))),
+        (*_RESNETS, *_ENCODERS),
         SWEPT,
         ("65%",),
+        _BEST,
     ),
     "savings": Suite(
         (_of("torchvision:resnet50", 16), _of("torchvision:vit_b_16", 16)),
