@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memfit.bench.report.charts import charts, check_charts, sweep_chart
+from memfit.bench.report.charts import breakdown_chart, charts, check_charts, sweep_chart
 from memfit.bench.report.markdown import markdown
 from memfit.bench.report.page import page
 from memfit.bench.report.tables import (
@@ -153,6 +153,31 @@ def test_the_page_shows_odd_names_as_text_and_asks_no_network(cell, report):
     assert "&lt;script&gt;" in text and '<tr class="died">' in text
     links = re.findall(r"(?:src|href)\s*=\s*[\"'](?!#)[^\"']*", text)
     assert links == [] and "url(http" not in text and "@import" not in text
+
+
+def test_charts_have_the_colours_of_the_page(cell, report):
+    """They were black on white in a page that had no dark."""
+    pytest.importorskip("matplotlib")
+    name = "a name with #000000"
+    made = report(cell("eager", 100, 1.0, workload=name), cell("compile", 50, 1.2, workload=name))
+    drawn = charts(made)
+    text = page(made, drawn)
+    styles = re.findall(r'style="[^"]*"', text)
+    assert any("stroke: var(--ink)" in style for style in styles)
+    assert any("fill: var(--ground)" in style for style in styles)
+    assert not any(re.search("#(000000|ffffff|1f77b4)", style) for style in styles)
+    assert "prefers-color-scheme: dark" in text
+    assert f">{name}: memory against time</text>" in text, "what is said stays"
+    ((_, svg),) = drawn[name]
+    assert "#000000" in svg and "var(--" not in svg, "a file of its own has no page around it"
+
+
+def test_names_below_bars_do_not_run_into_each_other(cell):
+    pytest.importorskip("matplotlib")
+    names = ["eager", *(f"memfit:{share}% launch=graphs" for share in (80, 60, 40, 20, 10))]
+    bars = [(name, cell(name, 100, 1.0, breakdown={"parameters": MIB})) for name in names]
+    svg = breakdown_chart("peaks", bars)
+    assert ">launch=graphs<" in svg and ">memfit:80%<" in svg
 
 
 def test_charts_are_whole_svg_and_the_same_each_time(swept):

@@ -15,6 +15,7 @@ from memfit.ir.bench import OUT_OF_MEMORY, BenchReport, Cell, WorkloadSpec
 
 MIB = 2**20
 SIZE = (7.0, 4.2)
+NAMES_CHARACTERS = 84  # that fit side by side below the bars
 # The same text for the same report, and text that stays text.
 _STYLE: Any = {"svg.hashsalt": "memfit", "svg.fonttype": "none", "text.parse_math": False}
 _MARKS = "osv^<>DPX*hd"
@@ -188,7 +189,9 @@ def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
         peaks = [_mb(cell) for _, cell in bars]
         axes.scatter(places, peaks, marker="_", s=400, color="black", label="measured peak")
         axes.set_ylim(min(low) * 1.08, max(*high, *peaks) * 1.08)
-        axes.set_xticks(places, [label for label, _ in bars], fontsize=7)
+        width = max(NAMES_CHARACTERS // len(bars), 1)
+        names_below = [fill(label, width, break_long_words=False) for label, _ in bars]
+        axes.set_xticks(places, names_below, fontsize=7)
         axes.set_ylabel("MB (2^20 bytes)")
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return done[0]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def template(name: str, **own: str) -> Any:
+def template(name: str, filters: Mapping[str, Callable[..., Any]] | None = None, **own: str) -> Any:
     """The template of this name, one of those in `assets` or its text in `own`."""
     from jinja2 import ChoiceLoader, DictLoader, Environment, PackageLoader, StrictUndefined
 
@@ -16,4 +17,5 @@ def template(name: str, **own: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(filters or {})
     return environment.get_template(name)

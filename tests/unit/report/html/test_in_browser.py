@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it draws, answers to pointer and keys, sorts and filters.
+"""HTML reports in a real browser: they draw, answer to pointer and keys, sort and filter.
 
 Needs Chromium and its driver on the PATH (Debian: chromium, chromium-driver) and selenium.
 """
@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from memfit.bench.report.charts import charts
+from memfit.bench.report.page import page as bench_page
+from memfit.ir.bench import BenchReport
 from memfit.ir.plan import VariantPlan
 from memfit.ir.run_file import RunFile
 from memfit.report.html.ended import ended_page
@@ -35,6 +38,7 @@ FLAGS = (
 REQUEST = "Network.requestWillBeSent"
 LAPTOP, PHONE = (1366, 900), (390, 844)
 EXAMPLE = Path(__file__).parents[4] / "docs/examples/gpt2-large-16GB"
+BENCHMARK = Path(__file__).parents[4] / "benchmarks/results/savings-h200.json"
 Driver = Any
 
 
@@ -150,6 +154,28 @@ def test_a_fit_without_memory_is_readable_in_both_schemes(
     ground, ink = (_lightness(driver, "body", name) for name in ("background-color", "color"))
     assert (ground < 50 and ink > 200) if scheme == "dark" else (ground > 200 and ink < 50)
     assert "warming up: out of memory, in backward at <b>" in _one(driver, "#how-far").text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [LAPTOP, PHONE])
+def test_a_benchmark_is_readable_in_both_schemes_charts_included(
+    opened: Callable[..., Driver], size: tuple[int, int], scheme: str, tmp_path: Path
+) -> None:
+    """It was white in a dark browser."""
+    pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    report = BenchReport.load(BENCHMARK)
+    path = tmp_path / "bench.html"
+    path.write_text(bench_page(report, charts(report)), encoding="utf-8")
+    driver = opened(size, scheme, path.as_uri())
+    assert driver.get_log("browser") == []
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    drawn = {"body": ("background-color", "color"), "figure #patch_1 path": ("fill",)}
+    drawn |= {"figure text": ("fill",), "td": ("color",), "figure #patch_3 path": ("stroke",)}
+    for selector, names in drawn.items():
+        for name in names:
+            ground = name == "background-color" or "patch_1" in selector
+            light = _lightness(driver, selector, name) > 127
+            assert light == (ground == (scheme == "light")), (selector, name)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
