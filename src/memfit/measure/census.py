@@ -44,7 +44,10 @@ def live_tensors(
     by_kind: dict[str, list[torch.Tensor]] = {
         "parameters": parameters,
         "gradients": [t.grad for t in there if t.is_leaf and t.grad is not None],
-        **{kind: [t for t in ts if t.device == device] for kind, ts in (known or {}).items()},
+        **{
+            kind: [t for t in ts if t.device.type == device.type]
+            for kind, ts in (known or {}).items()
+        },
         "activations": [t for t in there if t.requires_grad and not t.is_leaf],
         "other tensors": there,
     }
@@ -54,9 +57,9 @@ def live_tensors(
     for kind, tensors in by_kind.items():
         kinds[kind] = 0
         for tensor in tensors:
-            fresh = [s for s in storages_of(tensor) if s.data_ptr() not in seen]
-            seen.update(s.data_ptr() for s in fresh)
-            size = sum(s.nbytes() for s in fresh)
+            fresh = {at: size for at, size in _memory_of(tensor).items() if at not in seen}
+            seen.update(fresh)
+            size = sum(fresh.values())
             kinds[kind] += size
             dtype = str(tensor.dtype).removeprefix("torch.")
             sizes[f"{dtype}{list(tensor.shape)} ({kind})"] += size
@@ -64,9 +67,19 @@ def live_tensors(
     return kinds, largest
 
 
+def _memory_of(tensor: torch.Tensor) -> dict[int, int]:
+    """Bytes by address; none of a tensor that only stands for others, or hides where it lies."""
+    try:
+        return {storage.data_ptr(): storage.nbytes() for storage in storages_of(tensor)}
+    except RuntimeError:  # inside vmap and the like, and those of mkldnn
+        return {}
+
+
 def _tensors() -> Iterator[torch.Tensor]:
     """Every tensor with memory that Python knows of."""
     plain = (torch.Tensor, torch.nn.Parameter)
     for thing in gc.get_objects():
-        if type(thing) in plain and thing.device.type != "meta" and not thing.is_sparse:
+        if type(thing) not in plain or thing.device.type == "meta":
+            continue
+        if not (thing.is_sparse or thing.is_nested):
             yield thing
