@@ -9,7 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from memfit.bench.report.charts import breakdown_chart, charts, check_charts, sweep_chart
+from memfit.bench.report.charts import (
+    Point,
+    breakdown_chart,
+    charts,
+    check_charts,
+    memory_and_time,
+    sweep_chart,
+)
 from memfit.bench.report.markdown import markdown
 from memfit.bench.report.page import page
 from memfit.bench.report.tables import (
@@ -191,6 +198,17 @@ def test_charts_are_whole_svg_and_the_same_each_time(swept):
     assert charts(swept) == drawn
     assert "memfit:65%: out of memory" in drawn[series][0][1]
     assert [name for name, _ in drawn["encoder@4x128"]] == ["pareto", "breakdown"]
+
+
+def test_what_takes_far_longer_stands_at_the_edge_with_its_number():
+    pytest.importorskip("matplotlib")
+    near = [Point("memfit:60%", 60, 1.1, True), Point("eager", 100, 1.0, False)]
+    slow = Point("offload-flags", 40, 29.13, False)
+    svg = memory_and_time("resnet", [*near, slow], [(40, 29.13), (60, 1.1), (100, 1.0)], "time")
+    assert ">offload-flags: 29.1<" in svg
+    ticks = [float(number) for number in re.findall(r">(\d\.\d+)<", svg)]
+    assert ticks and max(ticks) < 2  # the others are told apart
+    assert ">offload-flags<" in memory_and_time("resnet", [slow], [], "time")
 
 
 def test_a_chart_of_cells_that_all_died_can_be_drawn(swept, report):

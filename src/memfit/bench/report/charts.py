@@ -19,6 +19,7 @@ NAMES_CHARACTERS = 84  # that fit side by side below the bars
 # The same text for the same report, and text that stays text.
 _STYLE: Any = {"svg.hashsalt": "memfit", "svg.fonttype": "none", "text.parse_math": False}
 _MARKS = "osv^<>DPX*hd"
+_FAR = 1.5  # times memfit's slowest: what takes longer would press all others together
 _POINT = 5.0  # pixels around a point that no name stands on
 # Where a name may stand, in points from its own: those that are tried first come first.
 _BESIDE = tuple(
@@ -82,12 +83,19 @@ def pareto_chart(title: str, cells: Sequence[Cell]) -> str:
 def memory_and_time(
     title: str, points: Sequence[Point], line: Sequence[tuple[float, float]], time: str
 ) -> str:
-    """Points with their names, red stars for memfit, and a line; `time` says what is upwards."""
+    """Points with their names, red stars for memfit, and a line; `time` says what is upwards.
+
+    What takes far longer than memfit stands at the upper edge, with its number.
+    """
+    edge = _FAR * max((point.time for point in points if point.own), default=float("inf"))
+    points, far = [_at_most(edge, point) for point in points], [p.time > edge for p in points]
+    line = [(x, y) for x, y in line if y <= edge]
     with _figure(f"{title}: memory against time") as (axes, done):
         labels = []
         for number, (label, x, y, own) in enumerate(points):
             color = "tab:red" if own else f"C{number % 10}" if number % 10 != 3 else "tab:gray"
-            axes.scatter([x], [y], marker="*" if own else "o", s=90 if own else 35, color=color)
+            mark = "*" if own else "^" if far[number] else "o"
+            axes.scatter([x], [y], marker=mark, s=90 if own else 35, color=color)
             beside = {"xytext": (0, 0), "textcoords": "offset points", "fontsize": 7}
             if label:
                 labels.append((axes.annotate(label, (x, y), va="center", **beside), own))
@@ -97,6 +105,13 @@ def memory_and_time(
         axes.set_ylabel(time)
         _part(axes, labels, points)
     return done[0]
+
+
+def _at_most(edge: float, point: Point) -> Point:
+    """The point, or where it stands at the edge."""
+    if point.time <= edge:
+        return point
+    return point._replace(label=f"{point.label}: {point.time:.3g}", time=edge)
 
 
 def _part(axes: Any, labels: Sequence[tuple[Any, bool]], points: Sequence[Point]) -> None:
