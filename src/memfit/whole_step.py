@@ -19,7 +19,7 @@ from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import MICROBATCH, ON_HOST, ROUNDED_STATE, STEP
+from memfit.planning.techniques import INT8_WEIGHTS, MICROBATCH, ON_HOST, ROUNDED_STATE, STEP
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
@@ -125,9 +125,10 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
 
 
 def _beside(taken: Sequence[str], name: str) -> list[str]:
-    """The taken techniques and one more; of those for the optimizer's state, in place of others."""
-    ways = (*ON_HOST, *ROUNDED_STATE)
-    others = ways if name in ways else ()
+    """The taken techniques and one more, in place of others for the same: the optimizer's state,
+    or frozen weights."""
+    same = ((*ON_HOST, *ROUNDED_STATE), INT8_WEIGHTS)
+    others = next((ways for ways in same if name in ways), ())
     return [*(t for t in taken if t not in others), name]
 
 

@@ -21,7 +21,7 @@ from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import ON_HOST
+from memfit.planning.techniques import INT8_WEIGHTS, ON_HOST
 from memfit.report.fit import numbers_in_brief
 from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
@@ -269,14 +269,16 @@ def frozen() -> Workload:
     return workload
 
 
-def test_frozen_weights_in_int8_by_name_only() -> None:
+@pytest.mark.parametrize("name", INT8_WEIGHTS)
+def test_frozen_weights_in_int8_by_name_only(name: str, tmp_path: Path) -> None:
     workload = frozen()
     before = [p.clone() for p in workload.model.parameters()]
-    setup = Setup(("int8_weights",), workload.model, workload.optimizer)
+    setup = Setup((name,), workload.model, workload.optimizer)
     profile = memfit.profile(workload, executor="module", setup=setup)
     with fit_workload(workload, "100%", profiled=profile, steps=1) as fitted:
         numerics = fitted.result.numerics
-        assert fitted.plan.setup == ("int8_weights",)
+        fitted.plan.save(tmp_path / "plan.json")
+        assert memfit.Plan.load(tmp_path / "plan.json").setup == (name,)
         assert numerics.agree and not numerics.bitwise_vs_unplanned
         assert "frozen weights are rounded to 8 bits" in str(numerics.note)
         assert torch.isfinite(fitted.step(workload.batch))
@@ -295,17 +297,18 @@ def test_weights_that_are_rounded_too_much_do_not_agree(monkeypatch: pytest.Monk
         assert not fitted.result.numerics.agree
 
 
+@pytest.mark.parametrize("name", ["int8_weights", "int8_weights_asymmetric_per_tensor"])
 @pytest.mark.parametrize(
     ("make", "why"),
     [(wide, "not possible: the model has no frozen"), (frozen, "the unplanned peak goes from")],
 )
 def test_int8_weights_that_cannot_help_are_not_taken(
-    make: Callable[[], Workload], why: str
+    make: Callable[[], Workload], why: str, name: str
 ) -> None:
     """Where all weights are trained; and on the CPU, where the exact ones stay beside them."""
     with pytest.raises(InfeasibleError) as refused:
-        fit_workload(make(), "30%", allow="+int8_weights", executor="module")
-    assert f"int8_weights: {why}" in refused.value.message
+        fit_workload(make(), "30%", allow=f"+{name}", executor="module")
+    assert f"{name}: {why}" in refused.value.message
 
 
 @pytest.mark.parametrize("executor", ["module", "graph", pytest.param("inductor", marks=SLOW)])

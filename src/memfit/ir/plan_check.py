@@ -24,6 +24,9 @@ TECHNIQUES = (
     "optim_bf16_sr",
     "optim_8bit",
     "int8_weights",
+    "int8_weights_asymmetric",
+    "int8_weights_per_tensor",
+    "int8_weights_asymmetric_per_tensor",
     "microbatch",
 )
 

@@ -9,7 +9,14 @@ from memfit.errors import UsageError
 ACTIVATIONS = ("recompute", "offload")
 # How the step itself is run, in the order in which they are tried: the cheap ones first.
 ROUNDED_STATE = ("optim_bf16_sr", "optim_8bit")
-APPROXIMATE = (*ROUNDED_STATE, "int8_weights")
+# Frozen weights in int8: by itself symmetric, with a scale per channel.
+INT8_WEIGHTS = (
+    "int8_weights",
+    "int8_weights_asymmetric",
+    "int8_weights_per_tensor",
+    "int8_weights_asymmetric_per_tensor",
+)
+APPROXIMATE = (*ROUNDED_STATE, *INT8_WEIGHTS)
 # Optimizer state on the host: it visits the device to be stepped, or the CPU steps it there.
 ON_HOST = ("optimizer_offload", "step_on_host")
 OPTIMIZER = ("step_in_backward", *ON_HOST, *ROUNDED_STATE)

@@ -26,6 +26,12 @@ from memfit.workload import unwrap
 
 Parameters = list[torch.nn.Parameter]
 _BITS: dict[str, Bits] = {"optim_bf16_sr": "bf16_sr", "optim_8bit": "8bit"}
+_INT8 = {  # symmetric, per channel
+    "int8_weights": (True, True),
+    "int8_weights_asymmetric": (False, True),
+    "int8_weights_per_tensor": (True, False),
+    "int8_weights_asymmetric_per_tensor": (False, False),
+}
 
 
 class Setup(Stacked):
@@ -59,8 +65,11 @@ class Setup(Stacked):
         return self.techniques, self.tile_bytes, self.state_kept_bytes
 
     def _make(self, stack: ExitStack) -> None:
-        if "int8_weights" in self.techniques:
-            stack.enter_context(Int8Weights(self._model))
+        int8 = self._one_of(_INT8, "two forms of the same weights")
+        if int8 is not None:
+            symmetric, per_channel = _INT8[int8]
+            weights = Int8Weights(self._model, symmetric=symmetric, per_channel=per_channel)
+            stack.enter_context(weights)
         if "tiled_loss" in self.techniques:
             stack.enter_context(TiledLoss(self._model, tile_bytes=self.tile_bytes))
         stepper = self._stepper()
@@ -84,19 +93,21 @@ class Setup(Stacked):
     def _stepper(self) -> StateOnHost | StepOnHost | LowBitState | None:
         """What keeps the optimizer's state elsewhere or otherwise than it does itself."""
         places = ("optimizer_offload", "step_on_host", *_BITS)
-        kept = [name for name in places if name in self.techniques]
-        if len(kept) > 1:
-            raise UsageError(
-                f"{' and '.join(kept)} are two places for the same optimizer state",
-                hint="allow one of them",
-            )
-        if not kept:
+        place = self._one_of(places, "two places for the same optimizer state")
+        if place is None:
             return None
-        if kept[0] == "optimizer_offload":
+        if place == "optimizer_offload":
             return StateOnHost(self._stepped(), self._groups(), kept_bytes=self.state_kept_bytes)
-        if kept[0] == "step_on_host":
+        if place == "step_on_host":
             return StepOnHost(self._stepped(), self._groups())
-        return LowBitState(self._stepped(), self._groups(), bits=_BITS[kept[0]])
+        return LowBitState(self._stepped(), self._groups(), bits=_BITS[place])
+
+    def _one_of(self, names: Iterable[str], what: str) -> str | None:
+        """Which of these techniques is at work, if any; UsageError for more than one."""
+        found = [name for name in names if name in self.techniques]
+        if len(found) > 1:
+            raise UsageError(f"{' and '.join(found)} are {what}", hint="allow one of them")
+        return found[0] if found else None
 
     def _stepped(self) -> torch.optim.Optimizer:
         if self._optimizer is None:

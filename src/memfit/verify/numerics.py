@@ -179,7 +179,7 @@ def _reorders(plan: Plan) -> bool:
 
 
 def _rounds_weights(plan: Plan) -> bool:
-    return "int8_weights" in plan.techniques
+    return any(name.startswith("int8_weights") for name in plan.techniques)
 
 
 def _near(

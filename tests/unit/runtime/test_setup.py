@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import chain, combinations
+from typing import Any
 
 import pytest
 import torch
 
 from memfit.errors import UsageError
 from memfit.measure.step import run_step, untouched
-from memfit.planning.techniques import APPROXIMATE, ROUNDED_STATE, STEP
+from memfit.planning.techniques import APPROXIMATE, INT8_WEIGHTS, ROUNDED_STATE, STEP
+from memfit.runtime.lowbit.int8_weights import Int8Weights
 from memfit.runtime.setup import Setup
 from memfit.targets import resolve_target
 from memfit.workload import Workload
@@ -98,6 +100,29 @@ def test_one_place_for_the_state() -> None:
     setup = Setup(("optimizer_offload", "optim_8bit"), workload.model, workload.optimizer)
     with pytest.raises(UsageError, match="two places"):
         setup.install()
+
+
+@pytest.mark.parametrize("name", INT8_WEIGHTS)
+def test_int8_weights_have_the_scales_and_zero_points_of_their_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions were there, and no name by which they could be asked for."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    made: list[Int8Weights] = []
+
+    def watched(*given: Any, **options: Any) -> Int8Weights:
+        made.append(Int8Weights(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr("memfit.runtime.setup.Int8Weights", watched)
+    with Setup((name,), model):
+        (weight,) = made[0].quantized().values()
+        assert weight.scale.numel() == (1 if "per_tensor" in name else 4)
+        assert (weight.zero_point is not None) == ("asymmetric" in name)
+        torch.testing.assert_close(weight.dequantize(), model[0].weight, rtol=0, atol=0.01)
+    with pytest.raises(UsageError, match="two forms of the same weights"):
+        Setup(INT8_WEIGHTS[:2], model).install()
 
 
 def test_techniques_of_the_optimizer_need_it() -> None:
