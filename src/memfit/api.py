@@ -167,8 +167,8 @@ def apply(plan: Plan, model: torch.nn.Module, optimizer: Any = None) -> Applied:
     if "step_in_backward" in plan.setup:
         raise UsageError(
             "the plan steps the optimizer in backward, and here backward is the loop's own",
-            hint="train by memfit.fit(...).step(batch), or plan without step_in_backward, such as "
-            "by allow='recompute'",
+            hint="train by memfit.fit(...).step(batch), which clips, accumulates and scales, too, "
+            "or plan without step_in_backward, such as by allow='recompute'",
         )
     modules = [segment.module for segment in plan.segments]
     setup = None

@@ -33,6 +33,7 @@ def hold_whole_step(
     technique that the first did not; the goal's last resort comes last.
     """
     missed: list[InfeasibleError] = []  # of plans that ran
+    goal = replace(goal, plain_step_s=base.step_s)
 
     def held_by(goal: Goal, whole: Whole) -> Held:
         try:
@@ -73,6 +74,7 @@ def hold_whole_step(
 
 def plan_whole_step(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Plan:
     """The plan of the goal, or of its last resort where there is none; nothing is run under it."""
+    goal = replace(goal, plain_step_s=base.step_s)
 
     def planned(goal: Goal) -> Plan:
         whole = whole_step(workload, base, goal, None, measure)

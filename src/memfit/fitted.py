@@ -18,7 +18,7 @@ from memfit.measure.step import Phase, drop_gradients
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.compiled import compiled_segments
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
-from memfit.runtime.same_forward import SameForward
+from memfit.runtime.optimizer.in_backward.train import train
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.runtime.split import parts_of, samples_in
 from memfit.workload import Workload
@@ -130,51 +130,46 @@ class Fitted:
             )
         self._prepare(batch)
         scaler = scaler or self.workload.scaler
-        setup = self.applied.setup
-        if setup is not None and setup.in_backward is not None:
-            loss = self._step_in_backward(setup.in_backward, batch, clip_norm, scaler)
-            self._say("end")
-            if scheduler is not None:
-                scheduler.step()
-            return loss
-        self._say("forward")
-        loss = self.workload.compute_loss(batch)
-        self._say("backward")
-        scaled = loss / accumulate if accumulate > 1 else loss
-        scaled = scaled if share is None else scaled * share
-        (scaler.scale(scaled) if scaler is not None else scaled).backward()
-        self._waiting += last
         self._group = accumulate
-        if last and self._waiting >= accumulate:
-            self._optimize(clip_norm, scaler, scheduler)
+        steps = last and self._waiting + 1 >= accumulate
+
+        def weigh(loss: torch.Tensor) -> torch.Tensor:
+            loss = loss / accumulate if accumulate > 1 else loss
+            return loss if share is None else loss * share
+
+        in_backward = self._in_backward
+        if in_backward is not None:
+            fresh = not self.workload.optimizer.state
+            loss = train(
+                in_backward,
+                self.workload,
+                batch,
+                last=steps,
+                weigh=weigh,
+                clip_norm=clip_norm,
+                scaler=scaler,
+                phase=self._say,
+            )
         else:
+            self._say("forward")
+            loss = self.workload.compute_loss(batch)
+            self._say("backward")
+            weighed = weigh(loss)
+            (scaler.scale(weighed) if scaler is not None else weighed).backward()
+        self._waiting += last
+        if not steps:
             self._say("end")
+        elif in_backward is not None:
+            self._end_step(fresh, scheduler)
+        else:
+            self._optimize(clip_norm, scaler, scheduler)
         return loss.detach()
 
-    def _step_in_backward(
-        self,
-        optimizer: StepInBackward,
-        batch: Any,
-        clip_norm: float | None,
-        scaler: torch.amp.GradScaler | None,
-    ) -> torch.Tensor:
-        """Forward, backward and step. Clipping and scaling look at all gradients before the first
-        parameter steps: they take another forward and backward, so that nothing waits meanwhile."""
-        workload, again = self.workload, None
-        if clip_norm is not None or scaler is not None:
-            same = SameForward(workload.model, workload.device)
-
-            def again() -> torch.Tensor:
-                with same.again():
-                    return workload.compute_loss(batch)
-
-        self._say("forward")
-        loss = workload.compute_loss(batch)
-        self._say("backward")
-        optimizer.backward(loss, clip_norm=clip_norm, scaler=scaler, again=again)
-        if scaler is not None:
-            scaler.update()
-        return loss.detach()
+    @property
+    def _in_backward(self) -> StepInBackward | None:
+        """What steps in backward, if the plan does."""
+        setup = self.applied.setup
+        return None if setup is None else setup.in_backward
 
     def flush(
         self,
@@ -203,21 +198,30 @@ class Fitted:
     def _optimize(
         self, clip_norm: float | None, scaler: torch.amp.GradScaler | None, scheduler: Any
     ) -> None:
+        """Step on the gradients that are there."""
         self._say("optimizer")
-        optimizer = self.workload.optimizer
+        optimizer, in_backward = self.workload.optimizer, self._in_backward
         fresh = not optimizer.state
-        if clip_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(self.workload.model.parameters(), clip_norm)
-        if scaler is None:
-            optimizer.step()
+        if in_backward is not None:
+            in_backward.step_waiting(clip_norm=clip_norm, scaler=scaler)
         else:
-            scaler.step(optimizer)
+            if clip_norm is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(self.workload.model.parameters(), clip_norm)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
             scaler.update()
+        self._end_step(fresh, scheduler)
+
+    def _end_step(self, fresh: bool, scheduler: Any) -> None:
+        """What follows each step of the optimizer; a `fresh` one has made its state."""
         drop_gradients(self.workload)
         if fresh:
-            settle_optimizer_state(optimizer, self.workload.device)
+            settle_optimizer_state(self.workload.optimizer, self.workload.device)
         if scheduler is not None:
             scheduler.step()
         self._waiting = 0

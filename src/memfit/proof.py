@@ -43,7 +43,7 @@ def prove(
     plan, part = planned.plan, part_of(workload, planned.plan.split)
     begun = time.perf_counter()
     say("comparing numbers")
-    numerics = _numbers(workload, part, planned)
+    numerics = _numbers(workload, part, planned, base.accumulate * plan.split)
     say("timing steps")
     if planned.swap is not None:
         planned.swap.reset_statistics()
@@ -66,14 +66,14 @@ def prove(
     )
 
 
-def _numbers(workload: Workload, part: Workload, planned: Applied) -> Numerics:
+def _numbers(workload: Workload, part: Workload, planned: Applied, accumulate: int) -> Numerics:
     """How far the plan's numbers are from those of the same code with everything kept."""
     plan, unplanned = planned.plan, None
     if not plan.unplanned_is_plain:  # as CUDA graphs, its kernels are launched by the host
         unplanned = Applied(replace(plan.unplanned(), cuda_graphs=False), workload.model)
     numerics = check_numerics(part, planned, unplanned)
     if set(OPTIMIZER) & set(plan.setup):
-        numerics = _with_parameters(part, planned, numerics)
+        numerics = _with_parameters(part, planned, numerics, min(accumulate, 2))
     return check_split(workload, planned, numerics) if plan.split > 1 else numerics
 
 
@@ -90,14 +90,16 @@ def _timed_beside(workload: Workload, planned: Applied, base: Profile) -> Applie
     return Applied(plan.unplanned(), workload.model)
 
 
-def _with_parameters(workload: Workload, planned: Applied, numerics: Numerics) -> Numerics:
+def _with_parameters(
+    workload: Workload, planned: Applied, numerics: Numerics, accumulate: int
+) -> Numerics:
     """The comparison with what the optimizer makes of it, without its techniques and with them."""
     others = [t for t in planned.plan.setup if t not in OPTIMIZER]
     tile_bytes = planned.plan.tile_bytes
     setup = Setup(others, workload.model, tile_bytes=tile_bytes) if others else None
     elsewhere = "step_on_host" in planned.plan.setup
     plain = Applied(planned.plan, workload.model, setup)
-    stepped = check_parameters(workload, planned, plain, 1 if elsewhere else STEPS)
+    stepped = check_parameters(workload, planned, plain, 1 if elsewhere else STEPS, accumulate)
     equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
     tolerance = ELSEWHERE_TOLERANCE if elsewhere else 0.0
     if {*ROUNDED_STATE} & {*planned.plan.setup}:

@@ -1,8 +1,10 @@
 """One budget for the whole step: which techniques of the loss and the optimizer pay, beside a plan.
 
-Techniques are tried one after the other, the cheap ones first, each on top of those taken before:
-the step is profiled with it at work and planned again. It is taken when the plan gets faster by
-more than timings differ, or when nothing fits without it and it brings the smallest budget down.
+Techniques are tried one after the other, the cheap ones first (an optimizer that has to look at all
+gradients before it steps in backward last: it runs forward and backward twice), each on top of
+those taken before: the step is profiled with it at work and planned again. It is taken when the
+plan gets faster by more than timings differ, or when nothing fits without it and it brings the
+smallest budget down.
 What was not taken is tried again when a later one was. Of optimizer state that goes to the host, as
 much stays as there is room for beside a lean plan. Limits: taken ones are not given back, but state
 on the host for the other way to have it there; these two are compared with all of it moved.
@@ -13,13 +15,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memfit.errors import HostMemoryError, InfeasibleError, UsageError
 from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import INT8_WEIGHTS, MICROBATCH, ON_HOST, ROUNDED_STATE, STEP
+from memfit.planning.techniques import (
+    IN_BACKWARD,
+    INT8_WEIGHTS,
+    MICROBATCH,
+    ON_HOST,
+    ROUNDED_STATE,
+    STEP,
+)
+from memfit.runtime.optimizer.in_backward.train import looks_first
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
@@ -84,44 +95,55 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
     tile_bytes = tile_for(goal.budget_bytes)
     setup, best = setup_of((), workload, base, tile_bytes), _tried(base, goal)
     choices: dict[str, TechniqueChoice] = {}
-    left = deque(t for t in STEP if t in goal.techniques)
-    again: list[str] = []  # not taken so far
-    while left:
-        name = left.popleft()
-        if _is_cheap(best, base):
-            choices.setdefault(name, TechniqueChoice(name, False, NOT_NEEDED))
-            continue
-        why = refused(name, workload, base.accumulate)
-        candidate = setup_of(_beside(setup.techniques, name), workload, base, tile_bytes)
-        try:
-            found = _tried(measure(candidate, 1), goal) if why is None else None
-        except (UsageError, HostMemoryError) as error:
-            found, why = None, error.message
-        choices.pop(name, None)  # in the order of the last word on each
-        if found is None:
-            choices[name] = TechniqueChoice(name, False, f"not possible: {why}")
-            continue
-        choices[name] = _choice(name, best, found)
-        if choices[name].taken:
+
+    def take_of(names: Sequence[str], split: int) -> list[str]:
+        """Try techniques, with the batch in parts; those that are possible and were not taken."""
+        nonlocal setup, best
+        left, again = deque(names), list[str]()
+        while left:
+            name = left.popleft()
+            if _is_cheap(best, base):
+                choices.setdefault(name, TechniqueChoice(name, False, NOT_NEEDED))
+                continue
+            beside, kept = _beside(setup.techniques, name), setup.state_kept_bytes
+            candidate = setup_of(beside, workload, base, tile_bytes, kept)
+            choices.pop(name, None)  # in the order of the last word on each
+            try:
+                found = _tried(measure(candidate, split), goal)
+            except (UsageError, HostMemoryError) as error:
+                choices[name] = TechniqueChoice(name, False, f"not possible: {error.message}")
+                continue
+            choices[name] = _choice(name, best, found, _how(name, found.profile))
+            if not choices[name].taken:
+                again.append(name)
+                continue
             for other in {*setup.techniques} - {*candidate.techniques}:
                 choices[other] = replace(choices[other], taken=False, why=f"{name} is better")
             setup, best = candidate, found
             left.extend(again)
             again = []
-        else:
-            again.append(name)
+        return again
+
+    allowed = [t for t in STEP if t in goal.techniques]
+    again = take_of(sorted(allowed, key=partial(_turn, workload, base.accumulate)), 1)
     if "optimizer_offload" in setup.techniques and best.plan is not None:
         moved = choices["optimizer_offload"]
         setup, best, moved = _keeping_state(workload, base, goal, measure, setup, best, moved)
         choices["optimizer_offload"] = moved
-    at_work = setup if setup.techniques else None
     split = 1
     if MICROBATCH in goal.techniques:
-        split, best, choices[MICROBATCH] = _split(workload, base, goal, measure, at_work, best)
+        found = _split(workload, base, goal, measure, _at_work(setup), best)
+        split, best, choices[MICROBATCH] = found
+    if split > 1:  # the peak lies elsewhere, and stepping in backward runs nothing twice any more
+        take_of(again, split)
     made = tuple(sorted(choices.values(), key=lambda choice: not choice.taken))
     if best.refusal is not None and made:
         _refuse(best.refusal, made)
-    return Whole(at_work, best.profile, split, made)
+    return Whole(_at_work(setup), best.profile, split, made)
+
+
+def _at_work(setup: Setup) -> Setup | None:
+    return setup if setup.techniques else None
 
 
 def _beside(taken: Sequence[str], name: str) -> list[str]:
@@ -178,8 +200,6 @@ def _split(
     if _is_cheap(best, base):
         return 1, best, TechniqueChoice(MICROBATCH, False, NOT_NEEDED)
     why = refused_split(workload, forced=MICROBATCH in goal.force)
-    if setup is not None and "step_in_backward" in setup.techniques:
-        why = "gradients of a part wait for the others, and step_in_backward frees them"
     if why is not None:
         return 1, best, TechniqueChoice(MICROBATCH, False, f"not possible: {why}")
     whole, split = best, 1
@@ -230,15 +250,27 @@ def tile_for(budget_bytes: int | None) -> int | None:
     return max(SMALLEST_TILE, min(budget_bytes // TILES_PER_BUDGET, LARGEST_TILE))
 
 
-def refused(name: str, workload: Workload, accumulate: int) -> str | None:
-    """Why a workload cannot have a technique, or None."""
-    if name != "step_in_backward":
-        return None
-    if workload.scaler is not None:
-        return "a GradScaler looks at all gradients before the first step; use bf16"
-    if accumulate > 1:
-        return "gradients of earlier micro-batches wait for the last one"
-    return None
+def _turn(workload: Workload, accumulate: int, name: str) -> int:
+    """Which comes first: techniques are tried in this order."""
+    twice = name == IN_BACKWARD and accumulate == 1 and looks_first(None, workload.scaler)
+    return len(STEP) if twice else STEP.index(name)
+
+
+def _how(name: str, profile: Profile) -> str:
+    """What stepping in backward comes to in this step, before what it saves and costs."""
+    if name != IN_BACKWARD:
+        return ""
+    if profile.accumulate > 1:
+        return (
+            "gradients of earlier batches wait for the last one, so that only what the optimizer's "
+            "step takes beside them is saved: "
+        )
+    if profile.looks_first:
+        return (
+            "a GradScaler sees all gradients before the first step, so that forward and backward "
+            "run twice: "
+        )
+    return "(with clip_norm forward and backward run twice) "
 
 
 def _tried(profile: Profile, goal: Goal) -> _Tried:

@@ -196,6 +196,35 @@ def test_techniques_of_the_step_are_told_and_left_out_of_the_sweep(memfit):
     assert swept.exit_code == 2 and "tiled_loss" in swept.stderr
 
 
+def test_what_stepping_in_backward_costs_a_scaled_or_accumulated_step_is_told(memfit, tmp_path):
+    path = tmp_path / "scaled.py"
+    path.write_text(
+        "import torch\n"
+        "import memfit\n"
+        "def workload(scaled=True):\n"
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))\n"
+        "    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)\n"
+        "    scaler = torch.amp.GradScaler('cpu', init_scale=8.0) if scaled else None\n"
+        "    loss_fn = lambda model, batch: model(batch).square().mean()\n"
+        "    batch = torch.randn(4, 128)\n"
+        "    return memfit.Workload(model, loss_fn, optimizer, batch, scaler=scaler)\n"
+        "def plain():\n"
+        "    return workload(scaled=False)\n"
+    )
+    words = "--budget 92% --steps 1 --allow +step_in_backward --explain".split()
+    for target, more, said in (
+        ("workload", [], "forward and backward run twice"),
+        ("workload", ["--accumulate", "2"], "gradients of earlier batches wait"),
+        ("plain", ["--accumulate", "2"], "gradients of earlier batches wait"),
+    ):
+        ran = memfit("fit", f"{path}:{target}", *words, *more)
+        assert ran.exit_code == 0, ran.stderr
+        shown = " ".join(ran.stdout.split())
+        assert "step_in_backward taken" in shown
+        assert said in shown
+        assert "numbers identical" in shown
+
+
 def test_parts_of_a_batch_are_no_accumulation(memfit, tiny):
     words = ["--allow", "microbatch", "--steps", "1", "--executor", "module"]
     result = memfit("fit", *tiny, "--budget", "85%", *words)

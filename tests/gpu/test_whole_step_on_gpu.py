@@ -7,6 +7,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import memfit
@@ -180,6 +181,66 @@ def test_a_budget_with_everything_holds_under_the_cap(executor: str) -> None:
         with memory_cap(workload.device, result.budget_bytes):
             for _ in range(3):
                 assert torch.isfinite(fitted.step(workload.batch))
+
+
+def wide(scaled: bool) -> Workload:
+    """More bytes of gradients than of activations, and an optimizer that takes as many again."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(2048, 8)).cuda()
+    batch = torch.randn(64, 2048, device="cuda"), torch.randint(8, (64,), device="cuda")
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16, enabled=scaled):
+            return functional.cross_entropy(model(batch[0]).float(), batch[1])
+
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**28, growth_interval=3)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    return Workload(model, loss_fn, optimizer, batch, scaler=scaler if scaled else None)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(("accumulate", "scaled"), [(1, True), (2, False), (3, True)])
+def test_scaled_and_accumulated_steps_in_backward(
+    accumulate: int, scaled: bool, clip_norm: float | None
+) -> None:
+    one, other = wide(scaled), wide(scaled)
+    with memfit.fit_workload(
+        one,
+        "90%",
+        allow="+step_in_backward",
+        executor="module",
+        steps=3,
+        accumulate=accumulate,
+    ) as fitted:
+        result = fitted.result
+        assert fitted.plan.setup == ("step_in_backward",)
+        assert result.measured.peak_reserved_bytes <= result.budget_bytes
+        assert result.measured.retries == 0 and abs(result.peak_error) < 0.03
+        assert result.numerics.agree or not result.numerics.repeatable, result.numerics
+        with memory_cap(one.device, result.budget_bytes):
+            for _ in range(10 * accumulate):
+                fitted.step(one.batch, clip_norm=clip_norm)
+    for _ in range(10):
+        for _ in range(accumulate):
+            loss = other.compute_loss()
+            loss = loss / accumulate if accumulate > 1 else loss
+            (loss if other.scaler is None else other.scaler.scale(loss)).backward()
+        if other.scaler is not None:
+            other.scaler.unscale_(other.optimizer)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(other.model.parameters(), clip_norm)
+        if other.scaler is None:
+            other.optimizer.step()
+        else:
+            other.scaler.step(other.optimizer)
+            other.scaler.update()
+        other.optimizer.zero_grad()
+    for mine, plain in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    if one.scaler is not None and other.scaler is not None:
+        assert one.scaler.state_dict() == other.scaler.state_dict()
+        assert one.scaler.get_scale() < 2.0**28, "some steps were skipped"
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memfit.capture.captured import Captured
+from memfit.capture.last_pass import last_pass
 from memfit.capture.segments import Segment
 from memfit.errors import ModelError
 from memfit.ir.step_graph import Block, Call, Hold, StepGraph
@@ -17,7 +18,10 @@ _CRUMB = 1024
 
 @dataclass
 class _Draft:
-    """A block while the runs are read. `death` is None as long as nobody freed it."""
+    """A block while the runs are read. `death` is None as long as nobody freed it.
+
+    One that stands before the step begins has its `category`.
+    """
 
     bytes: int
     birth: int
@@ -26,6 +30,7 @@ class _Draft:
     death: int | None = None
     holds: dict[int, Hold] = field(default_factory=dict)
     forward: bool = True
+    category: str | None = None
 
 
 @dataclass
@@ -67,7 +72,7 @@ def build_step_graph(
     captured: Captured,
     static: dict[str, int],
 ) -> StepGraph:
-    """Put the two runs together."""
+    """Put the two runs together; of a step that has several passes the last one."""
     segments = captured.segments
     forward = _read_forward(forward_events)
     step = _read_step(step_events, forward, segments)
@@ -280,6 +285,8 @@ def _read_step(
     events: Sequence[Event], forward: _ForwardRun, segments: Sequence[Segment]
 ) -> _StepRun:
     reader = _StepReader(forward, segments)
+    events, standing = last_pass(events)
+    reader.run.born = [_Draft(s.bytes, 0, -1, "", None, {}, False, s.category) for s in standing]
     for event in events:
         if not reader.read(event):
             break
@@ -322,6 +329,8 @@ def _blocks(forward: _ForwardRun, step: _StepRun, recomputed: set[int]) -> tuple
 
 
 def _category(draft: _Draft, forward_end: int, backward_end: int) -> str:
+    if draft.category is not None:
+        return draft.category
     if draft.forward:
         saved = draft.holds or (draft.death or 0) > forward_end
         return "activations" if saved else "temporaries"

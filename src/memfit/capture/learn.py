@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from memfit.capture.discover import dropped_saved_tensors
+from memfit.capture.last_pass import last_pass, mark_pass
 from memfit.capture.recording import Marking, watched
 from memfit.ir.joint_graph import JointGraph, Span, Variant
 from memfit.ir.plan import Plan, SegmentPlan
@@ -134,7 +135,7 @@ def _seconds_ratio(workload: Workload, profile: Profile, plan: Plan) -> float:
     else:
         times = time_interleaved(works, workload.device, **how)
     with_plan, without = times["planned"], times["unplanned"]
-    reckoned_s = profile.accumulate * sum(
+    reckoned_s = profile.passes * sum(
         s.recompute_s for s in plan.segments if s.decision == "partial"
     )
     trim_s = profile.trim_s if plan.trim else 0.0
@@ -194,13 +195,19 @@ def _recorded(
         say("recording what was chosen")
         run_step(workload)
         stack.enter_context(watched(compiled_segments(plan.executor), engine))
-        events = record(lambda: run_step(workload), workload.device)
+        step = partial(run_step, workload, phase=partial(_mark_pass, workload))
+        events, _ = last_pass(record(step, workload.device))
     index = {segment.name: i for i, segment in enumerate(plan.segments)}
     traces = read_traces(events, {index[s.name] for s in chosen.values()})
     return {
         (number, saved): traces[index[segment.name]].variant(profile.graphs[number], saved)
         for (number, saved), segment in chosen.items()
     }
+
+
+def _mark_pass(workload: Workload, phase: str) -> None:
+    if phase == "forward":
+        mark_pass(workload)
 
 
 @dataclass

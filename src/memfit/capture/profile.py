@@ -30,6 +30,7 @@ from memfit.runtime.compile import padding
 from memfit.runtime.compile.ahead import wake_inductor
 from memfit.runtime.inplace import inplace_off
 from memfit.runtime.layout import channels_last, prefers_channels_last
+from memfit.runtime.optimizer.in_backward.train import looks_first
 from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe, model_signature
 from memfit.runtime.swap.rates import swap_rates
@@ -71,6 +72,8 @@ def profile_workload(
     switched = switch_notes(workload.model)
     say("putting the state aside")
     with untouched(workload), setup or nullcontext(), told_how_far(workload, say):
+        in_backward = setup is not None and setup.in_backward is not None
+        looks = in_backward and accumulate == 1 and looks_first(None, workload.scaler)
         say("finding segments")
         if turned is None:
             turned = executor in (None, "inductor") and prefers_channels_last(workload)
@@ -94,12 +97,12 @@ def profile_workload(
             say("recording memory")
             graph = build_step_graph(
                 record_forward(workload, captured),
-                record_step(workload, captured),
+                record_step(workload, captured, 2 if in_backward and accumulate > 1 else 1),
                 captured,
                 static,
             )
             say("timing segments")
-            times = StepTimes(workload, captured, graph, accumulate, graphs)
+            times = StepTimes(workload, captured, graph, accumulate, graphs, looks)
             seconds = times.measure(rounds)
         say("putting the state back")
         peak = times.plain_peak
@@ -138,6 +141,7 @@ def profile_workload(
         cuda_graphs=times.graphed_peak is not None,
         padded=padding.decisions() if executor == "inductor" else {},
         accumulate=accumulate,
+        looks_first=looks,
         setup=() if setup is None else setup.techniques,
         tile_bytes=None if setup is None else setup.tile_bytes,
         state_kept_bytes=0 if setup is None else setup.state_kept_bytes,

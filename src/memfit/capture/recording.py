@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.capture.captured import Captured
 from memfit.capture.discover import dropped_saved_tensors
+from memfit.capture.last_pass import mark_pass
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.memory import storages_of
 from memfit.measure.step import explained_errors, run_step
@@ -54,7 +55,7 @@ def record_forward(workload: Workload, captured: Captured) -> list[Event]:
         return record(forward, workload.device)
 
 
-def record_step(workload: Workload, captured: Captured) -> list[Event]:
+def record_step(workload: Workload, captured: Captured, accumulate: int = 1) -> list[Event]:
     """Record one whole step with every segment that can be recomputed."""
     engine = Marking(recompute_all(workload, captured, _Marks()), captured.keys)
 
@@ -65,9 +66,15 @@ def record_step(workload: Workload, captured: Captured) -> list[Event]:
         mark(f"unpack {held.call}")
         return held.tensor
 
+    def phase(name: str) -> None:
+        if name == "forward":
+            mark_pass(workload)
+        else:
+            mark(_PHASE_MARKS[name])
+
     def step() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            run_step(workload, phase=lambda name: mark(_PHASE_MARKS[name]))
+            run_step(workload, accumulate=accumulate, phase=phase)
 
     with (
         routed(workload.model, captured.route, engine, captured.code),

@@ -72,10 +72,15 @@ class StepTimes:
         graph: StepGraph,
         accumulate: int,
         cuda_graphs: bool | None = False,
+        looks_first: bool = False,
     ) -> None:
-        """With `cuda_graphs` the step is launched as such; None: where the host holds it up."""
+        """With `cuda_graphs` the step is launched as such; None: where the host holds it up.
+
+        A step that `looks_first` at its gradients runs forward and backward twice.
+        """
         self.workload, self.captured, self.graph = workload, captured, graph
         self.accumulate = accumulate
+        self.passes = 2 * accumulate if looks_first else accumulate
         self.clock = Clock(workload.device)
         self.plain_peak: Peak | None = None
         self.graphed_peak: Peak | None = None  # of the plain step, if it is launched as CUDA graphs
@@ -133,7 +138,7 @@ class StepTimes:
             for f, b, d, h in zip(forward, backward, device, host, strict=True)
         )
         trim_s = max(whole.get("trimmed", 0.0) - whole["recomputed"], 0.0)
-        return Seconds(calls, step_s, self.accumulate * factors.slack_s, trim_s)
+        return Seconds(calls, step_s, self.passes * factors.slack_s, trim_s)
 
     def _fit(
         self,
@@ -145,12 +150,12 @@ class StepTimes:
         """The plain step's seconds, and how replays add to them."""
 
         def load(calls: list[int], name: str) -> Load:
-            extra_s = (whole[name] - whole["plain"]) / self.accumulate
+            extra_s = (whole[name] - whole["plain"]) / self.passes
             return Load(sum(device[i] for i in calls), sum(host[i] for i in calls), extra_s)
 
         device_s, host_s = sum(device[i] for i in replayed), sum(host[i] for i in replayed)
         if "plain" not in whole:
-            step_s = max(whole["recomputed"] - self.accumulate * device_s, 1e-9)
+            step_s = max(whole["recomputed"] - self.passes * device_s, 1e-9)
             return step_s, Factors(1.0, 1.0, max(host_s - device_s, 0.0))
         if "half" in whole:
             half, everything = load(replayed[::2], "half"), load(replayed, "recomputed")
@@ -263,7 +268,9 @@ class StepTimes:
             stack.enter_context(self._routed(engine))
 
             def phase(name: str) -> None:
-                if name == "optimizer":
+                if name == "forward":  # of several, the last one's
+                    calls.backward.clear()
+                elif name == "optimizer":
                     calls.end = self.clock.now()
 
             run_step(self.workload, phase=phase)

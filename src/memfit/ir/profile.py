@@ -109,7 +109,8 @@ class Profile:
     """One step, measured: its graph, its seconds, its device, and how the plain step did.
 
     With `accumulate` above 1 the step has that many forwards and backwards: `step_s` counts them
-    all, the graph shows one.
+    all, the graph shows one. So where a first pass only looks at gradients (`looks_first`), before
+    those of the second are used as they appear.
     """
 
     fingerprint: str
@@ -133,11 +134,17 @@ class Profile:
     padded: dict[str, bool] = field(default_factory=dict)  # odd matrix products, by their sizes
     accumulate: int = 1  # micro-batches per optimizer step
     split: int = 1  # of these, parts of one batch
+    looks_first: bool = False  # forward and backward run twice: the optimizer steps in the second
     setup: tuple[str, ...] = ()  # techniques of the step itself that were at work
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     state_kept_bytes: int = 0  # of optimizer state, at most, where the rest waits on the host
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def passes(self) -> int:
+        """Forwards and backwards in a step."""
+        return 2 * self.accumulate if self.looks_first else self.accumulate
 
     @staticmethod
     def load(path: str | Path) -> Profile:

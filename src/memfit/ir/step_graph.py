@@ -115,14 +115,16 @@ class StepGraph:
         return self.static_bytes + self.gradient_bytes
 
     def accumulating(self) -> StepGraph:
-        """The same step while gradients of earlier micro-batches stand: new ones are added."""
-        blocks = tuple(
-            replace(b, category="temporaries", death=min(b.death, b.birth + 1))
-            if b.category == "gradients"
-            else b
-            for b in self.blocks
-        )
-        standing = {**self.static, "gradients": self.gradient_bytes}
+        """The same step while gradients of earlier micro-batches stand: new ones are added.
+
+        Those of a step that was recorded so stand from its beginning.
+        """
+        made = [b for b in self.blocks if b.category == "gradients" and b.birth > 0]
+        added = {
+            b.id: replace(b, category="temporaries", death=min(b.death, b.birth + 1)) for b in made
+        }
+        standing = {**self.static, "gradients": sum(b.bytes for b in made)}
+        blocks = tuple(added.get(b.id, b) for b in self.blocks)
         return replace(self, static=standing, blocks=blocks)
 
     def runs(self, longest: int) -> list[tuple[int, int]]:

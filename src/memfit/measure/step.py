@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.checkpoint import CheckpointError
@@ -22,21 +23,60 @@ MOST_SKIPPED = 20
 _PLENTY = 8  # times what is allocated
 
 
+class InBackward(Protocol):
+    """Trains on a workload's batch with an optimizer that steps in backward."""
+
+    def __call__(
+        self,
+        workload: Workload,
+        *,
+        last: bool,
+        scaler: torch.amp.GradScaler | None,
+        phase: Phase,
+    ) -> torch.Tensor:
+        """Run forward and backward, in which the `last` batch of a step steps; return the loss."""
+        ...
+
+
+# By the optimizer's id; who entered the block below keeps it, so that nothing is kept alive here.
+_in_backward: WeakValueDictionary[int, InBackward] = WeakValueDictionary()
+
+
+@contextmanager
+def stepping_in_backward(optimizer: torch.optim.Optimizer, train: InBackward) -> Iterator[None]:
+    """Within it, `run_step` trains this way whatever this optimizer optimizes."""
+    _in_backward[id(optimizer)] = train
+    try:
+        yield
+    finally:
+        if _in_backward.get(id(optimizer)) is train:
+            del _in_backward[id(optimizer)]
+
+
 def run_step(
     workload: Workload, *, accumulate: int = 1, phase: Phase | None = None
 ) -> torch.Tensor:
     """Run forward, backward and the optimizer once; leave no gradients; return the loss.
 
     With `accumulate`, forward and backward run that often before the optimizer. `phase` is called
-    with "backward", "optimizer" and "end" as each begins.
+    with "forward", "backward", "optimizer" and "end" as each begins. An optimizer that steps in
+    backward has nothing left to do in its phase, and may have run forward and backward twice.
     """
     say = phase or (lambda name: None)
-    for _ in range(accumulate):
+    train = _in_backward.get(id(workload.optimizer))
+    for number in range(accumulate):
+        if train is not None:
+            last = number == accumulate - 1
+            loss = train(workload, last=last, scaler=workload.scaler, phase=say)
+            continue
+        say("forward")
         loss = workload.compute_loss()
         say("backward")
         run_backward(workload, loss)
     say("optimizer")
-    if workload.scaler is None:
+    if train is not None:
+        pass
+    elif workload.scaler is None:
         workload.optimizer.step()
     else:
         workload.scaler.step(workload.optimizer)
@@ -46,20 +86,23 @@ def run_step(
     return loss.detach()
 
 
-def run_first_steps(workload: Workload, steps: int = 2) -> None:
+def run_first_steps(
+    workload: Workload, steps: int = 2, *, accumulate: int = 1
+) -> torch.Tensor | None:
     """Run `steps` steps, and on while a GradScaler skips them because its first scale is too large.
 
-    The optimizer has made its state then.
+    The optimizer has made its state then. Returns the loss of the last one.
     """
-    skipped = 0
+    skipped, loss = 0, None
     while steps > 0 and skipped < MOST_SKIPPED:
         before = None if workload.scaler is None else workload.scaler.get_scale()
-        run_step(workload)
+        loss = run_step(workload, accumulate=accumulate)
         if before is not None and workload.scaler is not None:
             skips = workload.scaler.get_scale() < before
             skipped += skips
             steps += skips
         steps -= 1
+    return loss
 
 
 def run_backward(workload: Workload, loss: torch.Tensor) -> None:

@@ -87,7 +87,6 @@ def plain_steps(workload: Workload, loader: Iterable[Any] | None, route: Route) 
 
     def train(batch: Any, marks: Marks) -> None:
         each.batch = batch
-        marks.phase("forward")
         run_step(each, phase=marks.phase)
 
     return TimedSteps(workload, route, train, loader)

@@ -117,7 +117,7 @@ def _parts(
         if call.index in picked:
             jump_s = stretch.end_s - stretch.start_s
         elif call.index in again_s:
-            kind, jump_s = "recompute", again_s[call.index] / sim.profile.accumulate
+            kind, jump_s = "recompute", again_s[call.index] / sim.profile.passes
         found.append(_Part(kind, call, first, last, stretch, jump_s))
         position = last
     return found

@@ -67,7 +67,7 @@ class Copies:
     def __init__(self, graph: StepGraph, profile: Profile, rates: CopyRates | None) -> None:
         self.graph, self.rates = graph, rates
         total_s = sum(t.forward_s + t.backward_s for t in profile.call_times)
-        scale = min(1.0, profile.step_s / profile.accumulate / total_s) if total_s > 0 else 1.0
+        scale = min(1.0, profile.step_s / profile.passes / total_s) if total_s > 0 else 1.0
         self.forward_s = [scale * t.forward_s for t in profile.call_times]
         self.backward_s = [scale * t.backward_s for t in profile.call_times]
         needing = [call.index for call in graph.calls if call.need >= 0]

@@ -110,4 +110,4 @@ def _seconds(simulator: Simulator, act: Act) -> float:
         size = away.own_bytes + int(simulator.bytes[away.blocks].sum())
         copies = simulator.copies
         copies_s = copies.out_seconds(size, away.tensors) + copies.in_seconds(size, away.tensors)
-    return simulator.seconds_of(act) + simulator.profile.accumulate * copies_s
+    return simulator.seconds_of(act) + simulator.profile.passes * copies_s

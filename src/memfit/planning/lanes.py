@@ -136,8 +136,8 @@ class Lanes:
     def _added_s(self) -> dict[int, list[tuple[int, float]]]:
         """Acts with the seconds they add to the backward of a call, by that call."""
         found: dict[int, list[tuple[int, float]]] = {}
-        accumulate = self.simulator.profile.accumulate
+        passes = self.simulator.profile.passes
         for number, act in enumerate(self.acts):
-            added_s = self.simulator.seconds_of(act) / accumulate
+            added_s = self.simulator.seconds_of(act) / passes
             found.setdefault(calls_of(act)[-1], []).append((number, added_s))
         return found

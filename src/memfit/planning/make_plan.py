@@ -41,6 +41,7 @@ class Goal:
     budget_bytes: int | None = None
     activation_reduction: float | None = None
     max_slowdown: float | None = None
+    plain_step_s: float | None = None  # what a slowdown is counted from; None: as it was profiled
     strategy: str = "optimal"
     interval: int | None = None
     margin_bytes: int = 0
@@ -111,8 +112,9 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     unplanned = simulator.peak_bytes([])
     budget = _budget(profile, goal, unplanned)
     limit_s = float("inf")
-    if goal.max_slowdown is not None:
-        limit_s = (goal.max_slowdown - 1) * profile.step_s
+    plain_s = goal.plain_step_s or profile.step_s
+    if goal.max_slowdown is not None:  # techniques of the step itself may have used it up
+        limit_s = max(goal.max_slowdown * plain_s - profile.step_s, 0.0)
     target = None if budget is None else budget - goal.margin_bytes
     choice = _fastest(simulator, goal, target, limit_s, known)
     fits = choice is not None and holds(simulator, choice, target)
@@ -137,9 +139,8 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         request = _request(simulator, goal, target, limit_s)
         choice = _ran(simulator, known, choice, request, seconds(simulator, choice)) or choice
     _check_host(simulator, goal, choice, budget)
-    extra_s = seconds(simulator, choice) - profile.step_s
-    if extra_s > limit_s * (1 + 1e-9):
-        slowdown = 1 + extra_s / profile.step_s
+    slowdown = seconds(simulator, choice) / plain_s
+    if goal.max_slowdown is not None and slowdown > goal.max_slowdown * (1 + 1e-9):
         raise InfeasibleError(
             f"{_what(goal, budget)} costs {_up(slowdown, 3)}x the plain step's time, more than "
             f"the allowed {goal.max_slowdown:g}x",

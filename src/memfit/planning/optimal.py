@@ -339,7 +339,7 @@ class _Program:
             for kind, cost in enumerate(self.kinds):
                 entries.append((len(upper), acts + kind, cost[who] / self.total_s))
             if not who:  # while the device waits for copies, the host works on
-                repeats = float(self.simulator.profile.accumulate)
+                repeats = float(self.simulator.profile.passes)
                 entries.extend((len(upper), transit + wait, repeats) for wait in self.lanes.waits)
             entries.append((len(upper), seconds, -1.0))
             upper.append(slack_s / self.total_s)

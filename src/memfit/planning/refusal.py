@@ -89,11 +89,15 @@ def remedies(simulator: Simulator, acts: Sequence[Act], allowed: Sequence[str]) 
     known = {*allowed, *simulator.profile.setup}
     state = peak.bytes.get("optimizer_state", 0)
     on_host = simulator.profile.device.type == "cpu"  # where it is already
+    freed = peak.bytes.get("gradients", 0)
+    if simulator.profile.accumulate > 1:  # they wait: only what the step takes beside them is less
+        stepping = peak.position >= simulator.graph.backward_end
+        freed = peak.bytes.get("temporaries", 0) if stepping else 0
     return [
         name
         for name, size in (
             ("tiled_loss", peak.total if _in_loss(simulator, peak.position) else 0),
-            ("step_in_backward", peak.bytes.get("gradients", 0)),
+            ("step_in_backward", freed),
             ("optimizer_offload", 0 if on_host else state),
         )
         if name not in known and size >= WORTH_A_WORD * peak.total

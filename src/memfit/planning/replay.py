@@ -19,7 +19,7 @@ MADE_AGAIN, BACK = " (made again)", " (back from the host)"
 def replay(simulator: Simulator, acts: Sequence[Act], step_s: float | None = None) -> Replay:
     """The step under `acts`; `step_s` is how long it takes, if the simulator is not to say."""
     seconds = simulator.step_seconds(acts) if step_s is None else step_s
-    clock, work = clock_and_work(simulator, acts, seconds / simulator.profile.accumulate)
+    clock, work = clock_and_work(simulator, acts, seconds / simulator.profile.passes)
     tensors = tuple(t for t in _tensors(simulator, acts) if t.bytes > 0 and t.start < t.end)
     places = _places(simulator)
     return Replay(simulator.graph.length, tensors, clock, work, places)

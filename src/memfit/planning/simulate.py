@@ -198,11 +198,11 @@ class Simulator:
         """Seconds that an act adds to the device's work."""
         if isinstance(act, Pick):
             graph = self.graph.calls[act.call].graph
-            return self.profile.accumulate * self.menus[graph][act.variant][1]
+            return self.profile.passes * self.menus[graph][act.variant][1]
         if isinstance(act, Send):
             return self.drag_seconds(act)
         times = self.profile.call_times[act[0] : act[1] + 1]
-        return self.profile.accumulate * sum(t.recompute_s for t in times)
+        return self.profile.passes * sum(t.recompute_s for t in times)
 
     def drag_seconds(self, act: Act) -> float:
         """Of the seconds an act adds, those by which its copies slow down what runs beside them."""
@@ -212,7 +212,7 @@ class Simulator:
         assert self.copy is not None
         size = away.own_bytes + int(self.bytes[away.blocks].sum())
         once_s = self.copy.drag * round_trip_s(self.copy, size, away.tensors)
-        return self.profile.accumulate * once_s
+        return self.profile.passes * once_s
 
     @property
     def most_drag_s(self) -> float:
@@ -235,9 +235,9 @@ class Simulator:
             if away is None or copy is None:
                 return 0.0
             each_s = max(copy.host_s, 2 * copy.latency_s)
-            return self.profile.accumulate * away.tensors * each_s
+            return self.profile.passes * away.tensors * each_s
         times = self.profile.call_times[act[0] : act[1] + 1]
-        return self.profile.accumulate * sum(t.recompute_host_s for t in times)
+        return self.profile.passes * sum(t.recompute_host_s for t in times)
 
     def extra_seconds(self, acts: Sequence[Act]) -> float:
         """Seconds that the acts add to the step: the device's, or the host's if it cannot keep
@@ -245,7 +245,7 @@ class Simulator:
         device_s = sum(self.seconds_of(act) for act in acts)
         device_s -= max(sum(self.drag_seconds(act) for act in acts) - self.most_drag_s, 0.0)
         host_s = sum(self.host_seconds_of(act) for act in acts)
-        waits_s = self.profile.accumulate * self.traffic(acts).stall_s
+        waits_s = self.profile.passes * self.traffic(acts).stall_s
         return max(device_s + waits_s, host_s - self.profile.host_slack_s)
 
     def traffic(self, acts: Sequence[Act]) -> CopyTimes:
@@ -279,7 +279,7 @@ class Simulator:
         found: dict[int, float] = {}
         for act in acts:
             call = calls_of(act)[-1]
-            found[call] = found.get(call, 0.0) + self.seconds_of(act) / self.profile.accumulate
+            found[call] = found.get(call, 0.0) + self.seconds_of(act) / self.profile.passes
         return found
 
     def moved_bytes(self, acts: Sequence[Act]) -> int:

@@ -19,8 +19,9 @@ INT8_WEIGHTS = (
 APPROXIMATE = (*ROUNDED_STATE, *INT8_WEIGHTS)
 # Optimizer state on the host: it visits the device to be stepped, or the CPU steps it there.
 ON_HOST = ("optimizer_offload", "step_on_host")
-OPTIMIZER = ("step_in_backward", *ON_HOST, *ROUNDED_STATE)
-STEP = ("step_in_backward", "tiled_loss", *ON_HOST, *APPROXIMATE)
+IN_BACKWARD = "step_in_backward"  # each segment's parameters, as soon as their gradients are there
+OPTIMIZER = (IN_BACKWARD, *ON_HOST, *ROUNDED_STATE)
+STEP = (IN_BACKWARD, "tiled_loss", *ON_HOST, *APPROXIMATE)
 MICROBATCH = "microbatch"  # the batch in parts, gradients added up
 AVAILABLE = (*ACTIVATIONS, *STEP, MICROBATCH)
 # What a strategy is made of: naming it allows these.

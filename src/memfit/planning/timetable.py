@@ -30,7 +30,7 @@ def _one_after_the_other(simulator: Simulator, acts: Sequence[Act]) -> Timetable
     loads = {away.call: (away.tensors, out, back) for away, out, back in simulator.loads(acts)}
     extra_s = simulator.added_seconds(acts)
     for act in acts:
-        extra_s[calls_of(act)[-1]] -= simulator.drag_seconds(act) / simulator.profile.accumulate
+        extra_s[calls_of(act)[-1]] -= simulator.drag_seconds(act) / simulator.profile.passes
     now = 0.0
     for call, forward_s in enumerate(copies.forward_s):
         table.forward.append(Stretch(call, now, now := now + forward_s))

@@ -82,4 +82,6 @@ def _changes(profile: Profile) -> str:
     parts = [*profile.setup]
     if profile.accumulate > 1:
         parts.append(f"one of the {profile.accumulate} parts of a step")
+    elif profile.looks_first:
+        parts.append("the second of its two passes")
     return f" ({', '.join(parts)})" if parts else ""

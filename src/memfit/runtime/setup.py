@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
 
 from memfit.errors import UsageError
+from memfit.measure.step import stepping_in_backward
 from memfit.runtime.calls import named_modules
 from memfit.runtime.lowbit.int8_weights import Int8Weights
 from memfit.runtime.lowbit.packed import Bits
 from memfit.runtime.lowbit.state import LowBitState
 from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
+from memfit.runtime.optimizer.in_backward.train import train
 from memfit.runtime.optimizer.on_host.state_on_host import StateOnHost
 from memfit.runtime.optimizer.on_host.step_on_host import StepOnHost
 from memfit.runtime.reversible import Stacked
@@ -85,6 +88,7 @@ class Setup(Stacked):
             )
             self.in_backward = stack.enter_context(step)
             stack.callback(setattr, self, "in_backward", None)
+            stack.enter_context(stepping_in_backward(self._stepped(), partial(train, step)))
 
     def holding_gradients(self) -> AbstractContextManager[None]:
         """Within it, gradients stay when backward is over, whatever the techniques."""

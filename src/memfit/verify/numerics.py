@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,13 @@ from memfit.errors import HostMemoryError
 from memfit.ir.plan import Plan
 from memfit.ir.result import Numerics
 from memfit.measure.memory import cuda_capacity
-from memfit.measure.step import drop_gradients, is_out_of_memory, run_backward, run_step, untouched
+from memfit.measure.step import (
+    drop_gradients,
+    is_out_of_memory,
+    run_backward,
+    run_first_steps,
+    untouched,
+)
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.choice import OtherGraph
 from memfit.runtime.random_state import RandomState
@@ -193,20 +199,21 @@ def _near(
 
 
 def check_parameters(
-    workload: Workload, planned: Applied, plain: Applied, steps: int = STEPS
+    workload: Workload, planned: Applied, plain: Applied, steps: int = STEPS, accumulate: int = 1
 ) -> Numerics:
     """Compare parameters and buffers after some steps, with and without the set-up's optimizer.
 
     Adam makes the noise of a step that does not repeat itself as large as its updates, so plain
     steps that differ from themselves are the measure then. For the same reason an optimizer that
-    rounds otherwise is compared after one step, for which all gradients are the same.
+    rounds otherwise is compared after one step, for which all gradients are the same. Steps that a
+    GradScaler skips do not count.
     """
 
     def after(applied: Applied) -> Numbers:
         with untouched(workload, unmeasured=True):
             with applied:
-                for _ in range(steps):
-                    loss = run_step(workload)
+                loss = run_first_steps(workload, steps, accumulate=accumulate)
+            assert loss is not None
             model = workload.model
             return Numbers(
                 loss.cpu(),
@@ -253,7 +260,12 @@ def _numbers_of_parts(workload: Workload, planned: Applied) -> Numbers:
     """The batch in the plan's parts, weighed by their samples."""
     parts = parts_of(workload.batch, planned.plan.split)
     samples = samples_in(workload.batch)
-    with untouched(workload, unmeasured=True), planned:
+    setup = planned.setup
+    with (
+        untouched(workload, unmeasured=True),
+        planned,
+        nullcontext() if setup is None else setup.holding_gradients(),
+    ):
         total = torch.zeros(())
         for part in parts:
             loss = workload.compute_loss(part) * (samples_in(part) / samples)

@@ -83,7 +83,7 @@ def test_what_lies_beside_the_graphs_is_there_from_start_to_end() -> None:
 
 def test_the_host_does_not_count() -> None:
     times = object.__new__(seconds.StepTimes)
-    times.accumulate, times.graphed_peak = 1, Peak(1, 1)
+    times.passes, times.graphed_peak = 1, Peak(1, 1)
     whole = {"plain": 1.0, "half": 1.1, "recomputed": 1.2}
     device, host = [0.1, 0.1], [5.0, 5.0]
     step_s, factors = times._fit(whole, device, host, [0, 1])

@@ -167,6 +167,18 @@ def test_max_slowdown_refuses_what_takes_longer(chain: Chain) -> None:
     assert hinted is not None and 0 <= float(hinted[1]) - slowdown < 0.011
 
 
+def test_a_slowdown_counts_from_the_plain_step(chain: Chain) -> None:
+    """What a technique of the step itself takes is part of it: copies, or a second pass."""
+    profile = chain(8)
+    goal = Goal(activation_reduction=0.4, max_slowdown=1.25, plain_step_s=profile.step_s)
+    assert make_plan(profile, goal).predicted.step_s <= 1.25 * profile.step_s
+    slower = replace(profile, step_s=1.2 * profile.step_s)
+    assert make_plan(slower, replace(goal, max_slowdown=1.5)).predicted.step_s <= 1.5 * 3.2
+    for limit in (1.0, 1.25):
+        with pytest.raises(InfeasibleError, match=r"costs 1\.\d+x the plain step's time"):
+            make_plan(slower, replace(goal, max_slowdown=limit))
+
+
 @pytest.mark.parametrize("seconds", [3.2, 3.3, 3.7, 4.1])
 def test_the_slowdown_of_the_hint_is_enough(chain: Chain, seconds: float) -> None:
     """It was rounded to two digits, down in half of all cases, and then refused."""

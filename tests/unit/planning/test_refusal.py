@@ -51,6 +51,11 @@ def test_on_a_cpu_state_has_nowhere_to_go() -> None:
     assert "optimizer_offload" not in _hint(profile)
 
 
+def test_gradients_that_wait_are_not_freed_in_backward() -> None:
+    profile = _profile(rows=1, vocab=2000)
+    assert "step_in_backward" not in _hint(replace(profile, accumulate=2))
+
+
 def test_whole_segments_could_be_planned_inside() -> None:
     profile = _profile(rows=2, vocab=100)
     assert "--executor graph, " in _hint(profile)

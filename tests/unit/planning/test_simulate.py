@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.ir.profile import Profile
-from memfit.ir.step_graph import CATEGORIES
+from memfit.ir.step_graph import CATEGORIES, Block
 from memfit.planning.acts import Run
 from memfit.planning.rows import MemoryRows, Row
 from memfit.planning.simulate import Simulator
@@ -129,8 +129,20 @@ def test_seconds_add_up(chain: Callable[..., Profile]) -> None:
     simulator = Simulator(profile)
     assert simulator.seconds_of((1, 2)) == pytest.approx(0.2)
     assert simulator.step_seconds([(0, 0), (2, 3)]) == pytest.approx(profile.step_s + 0.3)
-    twice = Simulator(chain(4, accumulate=2))
-    assert twice.seconds_of((1, 2)) == pytest.approx(0.4)
+    for passes in ({"accumulate": 2}, {"looks_first": True}):
+        assert Simulator(chain(4, **passes)).seconds_of((1, 2)) == pytest.approx(0.4)
+
+
+def test_gradients_that_stood_when_a_step_was_recorded_stay_as_they_are(
+    chain: Callable[..., Profile],
+) -> None:
+    profile = chain(4, accumulate=2)
+    graph, number = profile.graph, len(profile.graph.blocks)
+    waiting = Block(number, 1000, 0, graph.length, "gradients")
+    graph = replace(graph, blocks=(*graph.blocks, waiting))
+    before, after = (Simulator(replace(profile, graph=g)) for g in (profile.graph, graph))
+    assert after.peak_bytes([]) == before.peak_bytes([]) + 1000
+    assert after.graph.static == before.graph.static
 
 
 def test_the_host_counts_where_it_cannot_keep_up(chain: Callable[..., Profile]) -> None:

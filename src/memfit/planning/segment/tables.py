@@ -180,7 +180,7 @@ class _Step:
         """The end of the step, with all seconds that no segment call accounts for."""
         graph, profile = self.profile.graph, self.profile
         in_calls_s = sum(t.forward_s + t.backward_s for t in profile.call_times)
-        seconds = max(profile.step_s - profile.accumulate * in_calls_s, 0.0)
+        seconds = max(profile.step_s - profile.passes * in_calls_s, 0.0)
         mine = self.simulator.birth >= graph.backward_end
         active = self._most_bytes(mine, graph.backward_end, graph.length)
         source = "optimizer step, loss and code between segments"

@@ -174,6 +174,8 @@ def scenario(name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "scaler": {"scaler": scaler},
         "clip_scaler": {"clip_norm": 8.0, "scaler": scaler},
         "clip_accumulate": {"clip_norm": 8.0, "accumulate": 2},
+        "scaler_accumulate": {"scaler": scaler, "accumulate": 2},
+        "clip_scaler_accumulate": {"clip_norm": 8.0, "scaler": scaler, "accumulate": 2},
     }
     return options[name]
 
@@ -215,7 +217,16 @@ def some_optimizer(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(
-    params=["accumulate", "schedule", "clip", "scaler", "clip_scaler", "clip_accumulate"]
+    params=[
+        "accumulate",
+        "schedule",
+        "clip",
+        "scaler",
+        "clip_scaler",
+        "clip_accumulate",
+        "scaler_accumulate",
+        "clip_scaler_accumulate",
+    ]
 )
 def some_scenario(request: pytest.FixtureRequest) -> str:
     """Each way to train but the plain one."""

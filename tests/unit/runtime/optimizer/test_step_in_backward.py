@@ -85,11 +85,15 @@ def test_gradients_of_earlier_micro_batches_are_kept(training: Any) -> None:
         training.same(dict(model.state_dict()), dict(before))
 
 
-def test_the_users_own_loop(training: Any, some_optimizer: str) -> None:
-    losses, end = training.expect(some_optimizer)
+def test_gradients_of_the_users_own_loop_are_left_alone(
+    training: Any, some_optimizer: str, some_scenario: str
+) -> None:
+    """They were used as they appeared: before they were clipped, scaled as they were."""
+    losses, end = training.expect(some_optimizer, some_scenario)
     model, optimizer = training.build(some_optimizer)
+    options = training.scenario(some_scenario, optimizer)
     with StepInBackward(optimizer, training.groups_of(model)):
-        training.same(training.train_plainly(model, optimizer), losses)
+        training.same(training.train_plainly(model, optimizer, **options), losses)
     training.same(training.snapshot(model, optimizer), end)
 
 
@@ -218,12 +222,53 @@ def test_ctrl_c_stays_ctrl_c_and_says_how_far_the_step_came(
     assert "4 of 6 groups" in caught.value.__notes__[0]
 
 
-def test_two_backwards_without_a_step_are_refused(training: Any) -> None:
+def test_a_gradient_that_comes_in_parts_is_refused() -> None:
+    bias, weight = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+    class Twice(torch.autograd.Function):
+        """Passes a tensor through; its backward has a backward of its own."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                bias.sum().backward()
+            return gradient
+
+    optimizer = torch.optim.SGD([bias, weight], lr=0.1)
+    with (
+        StepInBackward(optimizer) as stepper,
+        pytest.raises(HalfStepError, match="after its group had used it"),
+    ):
+        stepper.backward((Twice.apply(weight) + bias).sum())
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_what_waits_is_stepped_group_by_group(
+    training: Any, monkeypatch: pytest.MonkeyPatch, scaled: bool
+) -> None:
+    """So that what a step takes for itself is that of one group, as it was planned for."""
     model, optimizer = training.build()
-    with StepInBackward(optimizer):
-        training.loss_of(model, 0).backward()
-        with pytest.raises(UsageError, match="after its group had used it"):
-            training.loss_of(model, 1).backward()
+    groups = [*training.groups_of(model), [*model.norm.parameters(), model.embedding.weight]]
+    stepped: list[set[int]] = []
+    with StepInBackward(optimizer, groups, clip="two_pass") as stepper:
+        step_group = stepper._step_group
+
+        def watched(group: Any) -> None:
+            there = {i for i, g in enumerate(groups) for p in g if p.grad is not None}
+            stepped.append(there)
+            step_group(group)
+
+        monkeypatch.setattr(stepper, "_step_group", watched)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        for number in (0, 3):
+            loss = training.loss_of(model, number)
+            stepper.backward(loss, last=number == 3, clip_norm=8.0, scaler=scaler)
+    assert stepped == [{0, 1, 2, 3}, {1, 2, 3}, {2, 3}, {3}]
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
@@ -23,6 +25,7 @@ from memfit.runtime.optimizer.parts import Parts
 from memfit.runtime.optimizer.take_over import foreign_step_hooks
 from memfit.runtime.reversible import Reversible
 
+log = logging.getLogger(__name__)
 Clip = Literal["keep", "two_pass"]
 
 
@@ -45,15 +48,17 @@ class GroupStep(Protocol):
 class StepInBackward(Reversible):
     """Steps each group of parameters as soon as all its gradients are there, then drops them.
 
-    The optimizer stays the owner of hyper-parameters and state. Its own step() afterwards ends the
-    step: it does what is left, which are parameters in no group and groups of which a parameter
+    `backward` does so; gradients of any other backward are left alone, and optimizer.step() uses
+    them as ever. The optimizer stays the owner of hyper-parameters and state. Its own step() ends
+    the step: it does what is left, which are parameters in no group and groups of which a parameter
     got no gradient. A parameter whose gradient comes in several parts belongs in no group.
 
-    A global norm (clipping) or a GradScaler needs all gradients before the first step. `clip` says
-    how `backward` gets them: "keep" keeps all to the end, which saves nothing but is as quick as
-    the plain step; "two_pass" runs backward twice, first to look, then to step, which costs one
-    more backward. With gradients of earlier micro-batches waiting, which are kept anyway, the last
-    pass always keeps.
+    Gradients of earlier micro-batches wait for the last one, in whose backward each is used and
+    dropped. A global norm (clipping) or a GradScaler needs all gradients before the first step.
+    `clip` says how `backward` gets them: "keep" keeps all to the end, which is as quick as the
+    plain step; "two_pass" runs backward twice, first to look, then to step, which costs one more
+    backward. Where gradients wait, which are kept anyway, the last pass always keeps. What was kept
+    is stepped group by group, so that what a step takes for itself is that of one group.
     """
 
     def __init__(
@@ -76,7 +81,8 @@ class StepInBackward(Reversible):
         self.clipped = own if clipped is None else list(clipped)
         self._stepper = stepper
         self._step_group = Parts(optimizer).step if stepper is None else stepper.step_group
-        self._use: Callable[[Parameters], None] | None = self._step_group  # of complete groups
+        self._use: Callable[[Parameters], None] | None = None  # what is done to complete groups
+        self._holds = self._has_warned = False
         self._missing: list[set[int]] = []
         self._used: set[int] = set()
         self._begun = 0
@@ -86,6 +92,11 @@ class StepInBackward(Reversible):
     def at_work(self) -> bool:
         """Whether it is at work now."""
         return bool(self._handles)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether gradients of earlier micro-batches wait."""
+        return any(p.grad is not None for p in self._all())
 
     def install(self) -> StepInBackward:
         """Start to step in backward."""
@@ -121,8 +132,12 @@ class StepInBackward(Reversible):
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Within it, backward only accumulates gradients: for all micro-batches but the last."""
-        with self._using(None):
-            yield
+        before, self._holds = self._holds, True
+        try:
+            with self._using(None):
+                yield
+        finally:
+            self._holds = before
 
     def backward(
         self,
@@ -148,32 +163,56 @@ class StepInBackward(Reversible):
                 _scaled(loss, scaler).backward()
             return None
         if clip_norm is None and scaler is None:
-            with self._explained():
+            with self._using(self._step_group), self._explained():
                 loss.backward()
                 self.optimizer.step()
             self._drop_all()
             return None
-        waiting = any(p.grad is not None for p in self._all())
-        if self.clip == "keep" or waiting:
-            return self._keep(loss, clip_norm, scaler)
-        return self._two_passes(loss, clip_norm, scaler, again)
-
-    def _keep(
-        self, loss: torch.Tensor, clip_norm: float | None, scaler: torch.amp.GradScaler | None
-    ) -> torch.Tensor | None:
+        if self.clip == "two_pass" and not self.waiting:
+            return self._two_passes(loss, clip_norm, scaler, again)
         with self.holding():
             _scaled(loss, scaler).backward()
+        return self.step_waiting(clip_norm=clip_norm, scaler=scaler)
+
+    def step_waiting(
+        self, *, clip_norm: float | None = None, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor | None:
+        """Step on the gradients that wait, group by group; return their norm when it is clipped."""
         norm = None
         if clip_norm is not None:
             if scaler is not None:
                 scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.clipped, clip_norm)
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
+        with self._by_groups(), self._explained():
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
         self._drop_all()
         return norm
+
+    @contextmanager
+    def _by_groups(self) -> Iterator[None]:
+        """Within it, optimizer.step() works through the groups and drops what each has used.
+
+        A stepper of its own does so anyway.
+        """
+        if self._stepper is not None:
+            yield
+            return
+
+        def step_groups(*_: object) -> None:
+            for group in self.groups:
+                if any(p.grad is not None for p in group):
+                    self._begun += 1
+                    self._step_group(group)
+                    drop_gradients(group)
+
+        handle = self.optimizer.register_step_pre_hook(step_groups)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _two_passes(
         self,
@@ -212,13 +251,18 @@ class StepInBackward(Reversible):
     def _arrived(self, index: int, parameter: torch.Tensor) -> None:
         refuse_sparse(parameter)
         if self._use is None:
+            if not (self._holds or self._has_warned):
+                self._has_warned = True
+                log.warning(
+                    "backward was called beside the planned step, which steps in backward: its "
+                    "gradients are kept, and may take more than the budget"
+                )
             return
         if index in self._used:
             raise UsageError(
                 f"a parameter of shape {tuple(parameter.shape)} got a gradient after its group had "
                 "used it in this step",
-                hint="call optimizer.step() after each backward, holding() for micro-batches; "
-                "leave parameters whose gradient comes in parts out of the groups",
+                hint="compute the loss so that each parameter gets its gradient in one backward",
             )
         self._missing[index].discard(id(parameter))
         if not self._missing[index]:
@@ -283,13 +327,19 @@ class StepInBackward(Reversible):
 
 
 class _Arrival:
-    """Tells that a gradient of a group is there."""
+    """Tells that a gradient of a group is there.
+
+    Python cannot see what a tensor's hooks hold: one that held its owner would keep all of the
+    model where nobody takes it back.
+    """
 
     def __init__(self, owner: StepInBackward, index: int) -> None:
-        self._owner, self._index = owner, index
+        self._owner, self._index = weakref.ref(owner), index
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._owner._arrived(self._index, parameter)
+        owner = self._owner()
+        if owner is not None:
+            owner._arrived(self._index, parameter)
 
 
 def drop_gradients(parameters: Parameters) -> None:
