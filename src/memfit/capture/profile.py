@@ -111,6 +111,7 @@ def profile_workload(
             peak = times.graphed_peak
         notes = [f"{name}: in-place work switched off to recompute it" for name in inplace]
         notes += switched
+        notes += [] if times.no_plain is None else [times.no_plain]
         if cuda_graphs and times.graphed_peak is None:
             why = times.no_graphs or "there is a set-up at work"
             notes.append(f"not launched as CUDA graphs: {why}")

@@ -24,6 +24,7 @@ from memfit.ir.profile import CallTime
 from memfit.ir.step_graph import StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
+from memfit.measure.ran_out import Stages, ended_by
 from memfit.measure.step import drop_gradients, explained_errors, is_out_of_memory, run_step
 from memfit.measure.timing import (
     STEADY,
@@ -83,6 +84,7 @@ class StepTimes:
         self.passes = 2 * accumulate if looks_first else accumulate
         self.clock = Clock(workload.device)
         self.plain_peak: Peak | None = None
+        self.no_plain: str | None = None  # how far it came, where it does not fit
         self.graphed_peak: Peak | None = None  # of the plain step, if it is launched as CUDA graphs
         self.no_graphs: str | None = None  # why it is not, where that was asked for
         self._wants_graphs = cuda_graphs
@@ -189,8 +191,9 @@ class StepTimes:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            far = ended_by(error, self.workload, Stages()).words
+            self.no_plain = f"the plain step does not fit on the device: it is simulated. {far}"
         # Only now, outside of the except block, is what the failed step held really free.
-        log.info("the plain step does not fit on the device: it will be simulated")
         drop_gradients(self.workload)
         torch.cuda.empty_cache()
         return None

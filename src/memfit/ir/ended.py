@@ -48,9 +48,8 @@ class OutOfMemory:
     @property
     def words(self) -> str:
         """All of it in a few sentences."""
-        where = ", in ".join(
-            filter(None, (f"while {self.doing}" if self.doing else "", self.place))
-        )
+        doing = f"while {self.doing}" if self.doing else ""
+        where = ", ".join(filter(None, (doing, f"in {self.place}" if self.place else "")))
         kinds = [f"{format_bytes(size)} {kind}" for kind, size in self.kinds.items() if size]
         parts = [f"It ended {where}"] if where else []
         parts.append(f"Live then: {', '.join(kinds) or 'no tensors'}")

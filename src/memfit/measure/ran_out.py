@@ -58,7 +58,7 @@ def told_how_far(workload: Workload, stages: Stages, learned: Any = None) -> Ite
         yield
     except DeviceMemoryError as error:
         if error.ended is None:
-            ended = _ended(error, workload, stages)
+            ended = ended_by(error, workload, stages)
             raise _explained(error.message, error.hint, ended, learned) from error.__cause__
         error.ended = replace(error.ended, stages=(*stages.so_far(), *error.ended.stages))
         error.learned = error.learned or learned
@@ -66,7 +66,7 @@ def told_how_far(workload: Workload, stages: Stages, learned: Any = None) -> Ite
     except (RuntimeError, MemoryError) as error:
         if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
             raise
-        ended = _ended(error, workload, stages)
+        ended = ended_by(error, workload, stages)
         said = f"out of memory: {first_words(error)}"
         raise _explained(said, None, ended, learned) from error
 
@@ -83,7 +83,8 @@ def first_words(error: BaseException) -> str:
     return ". ".join(str(error).strip().partition("\n")[0].split(". ")[:2]).rstrip(".")
 
 
-def _ended(error: BaseException, workload: Workload, stages: Stages) -> OutOfMemory:
+def ended_by(error: BaseException, workload: Workload, stages: Stages) -> OutOfMemory:
+    """How far the work came and what is live, as long as the error is being handled."""
     device, model = workload.device, unwrap(workload.model)
     state = [leaf for s in workload.optimizer.state.values() for leaf in tree_leaves(s)]
     known = {

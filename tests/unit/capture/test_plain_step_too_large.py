@@ -31,6 +31,8 @@ def test_the_plain_step_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured.baseline is not None
     assert baseline_peak_bytes(profile) == measured.baseline.peak_bytes
     assert profile.step_s > 0
+    (note,) = [n for n in profile.notes if n.startswith("the plain step does not fit")]
+    assert "Live then: " in note and " parameters, " in note and " gradients" in note
     assert all(p.grad is None for p in workload.model.parameters())
     with memfit.fit_workload(workload, "80%", steps=1) as fitted:
         assert not fitted.result.baseline.measured
