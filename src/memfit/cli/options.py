@@ -121,8 +121,9 @@ Allow = Annotated[
         "--allow",
         metavar="TECHNIQUE",
         help="Techniques a plan may use: recompute, offload, step_in_backward, tiled_loss, "
-        "optimizer_offload, step_on_host, optim_bf16_sr, optim_8bit, int8_weights (a scale per "
-        "channel, symmetric; also with _asymmetric, _per_tensor or both), microbatch "
+        "optimizer_offload, step_on_host, optim_bf16_sr, optim_8bit, int8_weights (symmetric, a "
+        "scale per channel), int8_weights_asymmetric, int8_weights_per_tensor, "
+        "int8_weights_asymmetric_per_tensor, microbatch "
         "(+NAME adds to the default: recompute, and more where nothing fits); may be repeated.",
         rich_help_panel=_HOW,
     ),
