@@ -39,7 +39,7 @@ def test_a_step_trains_and_leaves_no_gradients(zoo: SimpleNamespace) -> None:
     before = copy.deepcopy(workload.model.state_dict())
     loss = run_step(workload, phase=phases.append)
     assert not loss.requires_grad
-    assert phases == ["backward", "optimizer", "end"]
+    assert phases == ["forward", "backward", "optimizer", "end"]
     assert all(p.grad is None for p in workload.model.parameters())
     assert not torch.equal(workload.model.state_dict()["head.weight"], before["head.weight"])
 
@@ -48,7 +48,7 @@ def test_accumulating_runs_that_many_backwards(zoo: SimpleNamespace) -> None:
     workload = zoo.workload(zoo.Stack)
     phases: list[str] = []
     run_step(workload, accumulate=3, phase=phases.append)
-    assert phases == ["backward", "backward", "backward", "optimizer", "end"]
+    assert phases == [*["forward", "backward"] * 3, "optimizer", "end"]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
