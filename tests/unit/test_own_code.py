@@ -1,7 +1,7 @@
 """What users' own code does in and around blocks: numbers are those of the plain step, or it says.
 
 Hooks, changes in place between modules, random numbers of Python and numpy, sizes that hang on
-random numbers, scripted modules, schedulers.
+random numbers, counters, scripted modules, schedulers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import memfit
 from memfit.measure.host_random import host_state
 from memfit.runtime.compile import backend
 from memfit.runtime.compile.choice import OtherGraph
+from memfit.runtime.same_forward import SameForward
 from memfit.workload import Workload
 
 WIDTH, ROWS = 32, 256
@@ -48,6 +49,18 @@ class DrawsFromPython(Block):
 class DrawsFromNumpy(Block):
     def odd(self, x: torch.Tensor) -> torch.Tensor:
         return x * float(np.random.rand())
+
+
+class Counts(Block):
+    """Every call does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + self.calls)
 
 
 class Alone(Block):
@@ -157,6 +170,34 @@ def test_random_numbers_of_every_kind_are_drawn_again(
     assert host_state() == before and len(profile.graph.calls) > 3
     fitted = assert_planned_as_plain(step, strategy="all", executor=executor)
     assert fitted.result.numerics.repeatable and fitted.result.numerics.agree
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_what_blocks_count_is_counted_once(executor: str) -> None:
+    plain, step = workload(stack(Counts)), workload(stack(Counts))
+    fitted = memfit.fit_workload(step, 10**9, steps=1, strategy="all", executor=executor)
+    assert [block.calls for block in step.model[1:-1]] == [0] * 4
+    assert fitted.result.numerics.bitwise_vs_unplanned
+    uncaptured = memfit.profile(workload(stack(Counts)), executor="graph").uncaptured
+    assert uncaptured["1"] == "Counts: its forward changes calls, a number of a Counts"
+    for _ in range(3):
+        plain.compute_loss().backward()
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+        fitted.step(step.batch)
+    assert [block.calls for block in step.model[1:-1]] == [3] * 4
+    for one, other in zip(plain.model.parameters(), step.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_second_forward_counts_once() -> None:
+    model, given = stack(Counts), torch.randn(ROWS, 8)
+    same = SameForward(model, torch.device("cpu"))
+    first = model(given)
+    with same.again():
+        assert torch.equal(model(given), first)
+    assert [block.calls for block in model[1:-1]] == [1] * 4
+    assert not torch.equal(model(given), first)
 
 
 def test_a_scripted_module_is_left_as_it_was() -> None:

@@ -13,6 +13,7 @@ import torch
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.segments import Segment
 from memfit.ir.joint_graph import JointGraph
+from memfit.measure.counters import changed_since, numbers_of
 from memfit.measure.device import PRODUCT_GRAIN
 from memfit.measure.step import explained_errors, is_out_of_memory
 from memfit.runtime.calls import Forward, Route, Wrap, named_modules, routed
@@ -82,6 +83,7 @@ def capture_segments(workload: Workload, segments: tuple[Segment, ...], executor
     ):
         for number in range(_MOST_FORWARDS):
             engine.changing.clear()
+            engine.first = not number
             # What other processes compile here is the unplanned code, which runs next.
             with nullcontext() if number else engine.compiled.ahead():
                 workload.compute_loss()
@@ -101,6 +103,7 @@ class _Capture:
         self.keys: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self.changing: dict[int, str] = {}  # calls that were compiled, with the module's class
+        self.first = True  # whether this is the first forward
 
     def begin(self) -> None: ...
 
@@ -116,6 +119,8 @@ class _Capture:
             self.reasons[index] = segment.pinned
             return forward(*args, **kwargs)
         before = self.compiled.compilations
+        module = getattr(forward, "__self__", None)
+        numbers = numbers_of(module) if isinstance(module, torch.nn.Module) else {}
         try:
             output = self.compiled(forward, args, kwargs)
         except CannotCapture as reason:
@@ -128,7 +133,16 @@ class _Capture:
             line = str(error).strip().partition("\n")[0]
             self.reasons[index] = f"{segment.visit.kind}: its compiled code fails: {line}"
             return output
-        if self.compiled.compilations > before:
+        counted = changed_since(numbers)
+        if counted and not self.first:  # code is made for one number, or for those of one kind
+            owner, name = counted[0]
+            self.keys.pop(index, None)
+            self.reasons[index] = (
+                f"{segment.visit.kind}: its forward changes {name}, a number of a "
+                f"{type(owner).__name__}"
+            )
+            return output
+        if counted or self.compiled.compilations > before:
             self.changing[index] = segment.visit.kind
         if self.compiled.last_key is None:
             self.reasons[index] = "it needs no gradient"

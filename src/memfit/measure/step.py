@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from memfit.errors import ModelError
+from memfit.measure.counters import numbers_of, put_back
 from memfit.measure.host_random import host_state, set_host_state
 from memfit.measure.kept_copies import Copies
 from memfit.measure.memory import cuda_capacity
@@ -123,7 +124,8 @@ def drop_gradients(workload: Workload) -> None:
 def untouched(
     workload: Workload, *, unmeasured: bool = False, as_it_is: bool = False
 ) -> Iterator[None]:
-    """Restore parameters, buffers, gradients, optimizer, modes and RNG when the block is left.
+    """Restore parameters, buffers, gradients, optimizer, modes, counters and RNG when the block is
+    left.
 
     Copies lie in host memory, so that the device's memory is that of the step alone; where memory
     is `unmeasured`, on a device with plenty of room, which is quicker. Switches of the model that
@@ -140,6 +142,7 @@ def untouched(
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     groups = copy.deepcopy(groups)
     scaler = None if workload.scaler is None else copy.deepcopy(workload.scaler.state_dict())
+    numbers = numbers_of(model)
     modes = {module: module.training for module in model.modules()}
     rng = torch.get_rng_state(), _cuda_states(workload.device)
     host_rng = host_state()
@@ -171,6 +174,7 @@ def untouched(
             workload.scaler.load_state_dict(scaler)
         for module, training in modes.items():
             module.training = training
+        put_back(numbers)
         torch.set_rng_state(rng[0])
         if rng[1] is not None:
             torch.cuda.set_rng_state(rng[1], workload.device)

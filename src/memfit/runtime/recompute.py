@@ -3,8 +3,9 @@
 A run of chained calls (each one's input is the output of the call before) is recomputed as one:
 only what enters the run is kept. torch's non-reentrant checkpoint is a generator that is entered
 when the run's first module starts and left when its last one ends; this is the only module that
-touches it. Random numbers are replayed per call and normalisation statistics are frozen during
-the replay, so a recomputed step gives the same numbers as a plain one.
+touches it. Random numbers are replayed per call, normalisation statistics are frozen during the
+replay and numbers that modules count are as they were, so a recomputed step gives the same numbers
+as a plain one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from memfit.measure.counters import (
+    Numbers,
+    Place,
+    as_they_were,
+    changed_since,
+    numbers_at,
+    numbers_of,
+)
 from memfit.measure.host_random import host_state
 from memfit.runtime.calls import Forward
 from memfit.runtime.random_state import RandomState
@@ -62,6 +71,7 @@ class _Step:
     saved: list[int]  # positions in leaves that torch's checkpoint keeps
     random: RandomState
     buffers: dict[str, torch.Tensor]
+    numbers: Numbers  # of its modules, when they count something
     captured: dict[int, int] = field(default_factory=dict)  # position in leaves -> version
 
 
@@ -106,6 +116,7 @@ class Recompute:
         self.observer = observer
         self._open: _Run | None = None
         self._draws: dict[int, bool] = {}  # whether a call draws from Python's or numpy's numbers
+        self._counts: dict[int, list[Place]] = {}  # numbers that a call changes
         self.replays = 0
         self.replaying = False
 
@@ -137,7 +148,10 @@ class Recompute:
         current = self._open
         assert current is not None
         if index not in self._draws:
-            self._draws[index] = current.steps[-1].random.host != host_state()
+            step = current.steps[-1]
+            self._draws[index] = step.random.host != host_state()
+            self._counts[index] = changed_since(step.numbers)
+            step.numbers = {place: step.numbers[place] for place in self._counts[index]}
         if index == run[1]:
             self._open = None
             if self.observer:
@@ -166,6 +180,7 @@ class Recompute:
                 host=self._draws.get(index, True),
             ),
             buffers={n: self._buffer(index, n).clone() for n in self._mutated.get(index, ())},
+            numbers=self._numbers(index),
         )
         if index == run[0]:
             self.begin()
@@ -227,10 +242,17 @@ class Recompute:
             stack.enter_context(still(self._norms[step.index]))
             if step.buffers:
                 stack.enter_context(self._old_buffers(step))
+            if step.numbers:
+                stack.enter_context(as_they_were(step.numbers))
             if self.observer:
                 self.observer.replay_enters(step.index)
                 stack.callback(self.observer.replay_exits, step.index)
             return step.forward(*args, **kwargs)
+
+    def _numbers(self, index: int) -> Numbers:
+        """Those that the call counts; when it runs first, all there are."""
+        known = self._counts.get(index)
+        return numbers_of(self._modules[index]) if known is None else numbers_at(known)
 
     def _buffer(self, index: int, name: str) -> torch.Tensor:
         return self._modules[index].get_buffer(name)

@@ -1,4 +1,4 @@
-"""The same forward twice: from the random numbers and the buffers that the first one began with."""
+"""The same forward twice: from the random numbers, buffers and counters that the first one had."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from contextlib import contextmanager
 
 import torch
 
+from memfit.measure.counters import as_they_were, numbers_of
 from memfit.runtime.random_state import RandomState
 
 
 class SameForward:
     """What a forward begins with; made before it.
 
-    A forward `again` leaves random numbers and buffers where the first one did, so that statistics
-    are counted once. Buffers are copied: they are small beside activations.
+    A forward `again` leaves all of it where the first one did, so that statistics are counted once.
+    Buffers are copied: they are small beside activations.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._random = RandomState.of([device])
+        self._numbers = numbers_of(model)
         self._buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for module in model.modules()
@@ -32,5 +34,5 @@ class SameForward:
         with torch.no_grad():
             for buffers, name, buffer, value in self._buffers:
                 buffers[name] = buffer.copy_(value)
-        with self._random.replayed():
+        with self._random.replayed(), as_they_were(self._numbers):
             yield
