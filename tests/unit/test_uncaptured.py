@@ -116,6 +116,18 @@ class Counting(Block):
         return x
 
 
+class Growing(Block):
+    """Compiled at every call: it reads the length of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def odd(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(0)
+        return x + 0 * len(self.seen)
+
+
 class Net(nn.Module):
     """Three plain blocks and an odd one between a stem and a head."""
 
@@ -194,7 +206,8 @@ NAMED = {
     "an untraceable function": (Listing, "tolist() with non-integer tensor (test_uncaptured.py:"),
     "sparse tensors": (Sparse, "parse Tensor"),
     "a wrong layout": (OtherLayout, "OtherLayout: its compiled code fails: view size is not"),
-    "a count of calls": (Counting, "its code reads a value that changes from call to call"),
+    "a count of calls": (Counting, "Counting: its forward changes calls, a number of a Counting"),
+    "a list that grows": (Growing, "its code reads a value that changes from call to call"),
     "a lambda": (
         functools.partial(_with_forward, lambda b: lambda x: doubled(b, x)),
         "the forward is no method of a module",

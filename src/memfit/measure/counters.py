@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeGuard
 
 import torch
 
@@ -17,31 +19,41 @@ Numbers = Mapping[Place, int | float]
 
 def numbers_of(module: torch.nn.Module) -> dict[Place, int | float]:
     """Every attribute that is a number, of a module and of those in it."""
-    return {
-        (owner, name): value
-        for owner in module.modules()
-        for name, value in vars(owner).items()
-        if type(value) in (int, float)  # a bool is a switch
-    }
+    return numbers_at((owner, name) for owner in module.modules() for name in _names(owner))
 
 
 def numbers_at(places: Iterable[Place]) -> dict[Place, int | float]:
-    """These numbers as they are now."""
-    return {(owner, name): vars(owner)[name] for owner, name in places if name in vars(owner)}
+    """Those of these attributes that are numbers now."""
+    found = {(owner, name): getattr(owner, name, None) for owner, name in places}
+    return {place: value for place, value in found.items() if _is_number(value)}
 
 
 def changed_since(before: Numbers) -> list[Place]:
     """The numbers that are others now."""
-    return [
-        (owner, name) for (owner, name), old in before.items() if vars(owner).get(name, old) != old
-    ]
+    return [place for place, now in numbers_at(before).items() if now != before[place]]
 
 
 def put_back(numbers: Numbers) -> None:
     """Have these numbers again."""
-    for (owner, name), value in numbers.items():
-        if name in vars(owner) and vars(owner)[name] != value:
-            vars(owner)[name] = value
+    for owner, name in changed_since(numbers):
+        vars(owner)[name] = numbers[owner, name]
+
+
+def _names(owner: torch.nn.Module) -> Iterator[str]:
+    """Its own numbers, and those it has of its class until it changes them."""
+    yield from (name for name, value in vars(owner).items() if _is_number(value))
+    kind: Any = type(owner)  # mypy takes modules for unhashable
+    yield from _names_of_class(kind)
+
+
+@cache
+def _names_of_class(kind: type) -> tuple[str, ...]:
+    own = kind.__mro__[: kind.__mro__.index(torch.nn.Module)]
+    return tuple(n for c in own for n, value in vars(c).items() if _is_number(value))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)  # a bool is a switch
 
 
 @contextmanager
