@@ -336,8 +336,8 @@ def fit_workload(
             ),
         )
 
-    whole = workload.batch
-    return Fitted(part, planned.install(), measured, result, replan, accumulate, base, whole)
+    installed = planned.install()
+    return Fitted(part, installed, measured, result, replan, accumulate, base, workload.batch)
 
 
 def _measuring(
