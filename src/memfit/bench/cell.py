@@ -52,6 +52,7 @@ from memfit.ir.bench import (
 from memfit.ir.codec import from_data, to_data
 from memfit.measure.cuda_allocator import prefer_expandable_segments, settle_optimizer_state
 from memfit.measure.memory import Peak, memory_cap, peak_on
+from memfit.measure.ran_out import Stages
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_first_steps, run_step
 from memfit.measure.timing import Inside, Timing, time_interleaved
 from memfit.planning.make_plan import Goal, make_plan
@@ -93,26 +94,6 @@ class _Beside:
     peak: Peak
 
 
-class _Stages:
-    """Says what a cell is doing, and how long each thing took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._now, self._begun = "building the workload", time.perf_counter()
-
-    def say(self, text: str) -> None:
-        """Begin the next stage."""
-        print(text, file=sys.stderr, flush=True)
-        self.end()
-        self._now = text
-
-    def end(self) -> None:
-        """End the stage that is under way."""
-        now = time.perf_counter()
-        self.seconds[self._now] = self.seconds.get(self._now, 0.0) + now - self._begun
-        self._begun = now
-
-
 @dataclass
 class _Run:
     """One cell under way."""
@@ -144,10 +125,13 @@ def main(words: list[str], *, forked: bool = False) -> None:
 
 def run_cell(spec: CellSpec) -> Cell:
     """Run it; whatever Python can tell of its end is in the cell."""
-    stages = _Stages()
-    cell = _tried(spec, stages.say)
-    stages.end()
-    return replace(cell, stages=stages.seconds)
+    stages = Stages(partial(print, file=sys.stderr, flush=True))
+    stages("building the workload")
+    cell = _tried(spec, stages)
+    seconds: dict[str, float] = {}
+    for stage in stages.so_far():
+        seconds[stage.doing] = seconds.get(stage.doing, 0.0) + stage.seconds
+    return replace(cell, stages=seconds)
 
 
 def _tried(spec: CellSpec, say: Progress) -> Cell:
