@@ -36,6 +36,7 @@ class Node:
     state_bytes: int = 0
     seconds: float = 0.0
     workspace_bytes: int = 0  # live inside the operator beside its inputs and outputs
+    read_s: float = 0.0  # fused code of the backward reads so much more when it is made again
     source: str = ""  # module and line that asked for it
 
 
@@ -120,9 +121,13 @@ class JointGraph:
 
     @cached_property
     def again_seconds(self) -> tuple[float, ...]:
-        """What running each node in backward adds: nothing where the forward can then skip it."""
+        """What running each node in backward adds: nothing where the forward can then skip it.
+
+        Fused code has to read what it is made of, or need not read the node itself.
+        """
         return tuple(
-            node.seconds if i in self.returned else 0.0 for i, node in enumerate(self.nodes)
+            max((node.seconds if i in self.returned else 0.0) + node.read_s, 0.0)
+            for i, node in enumerate(self.nodes)
         )
 
     def forward_order(self, saved: frozenset[int] | None = None) -> tuple[int, ...]:

@@ -19,42 +19,28 @@ from torch.utils._pytree import tree_map
 
 from memfit.measure.allocations import Event, mark, record
 from memfit.measure.bandwidth import host_copy_bandwidth
+from memfit.measure.fused import bytes_fused, bytes_read_more
 from memfit.measure.timing import Clock
 from memfit.measure.turns import alone
 
 REPEATS = 5
 LONG_S = 0.05  # past this many seconds an operator on the CPU is not repeated again
-# Fused by inductor, an elementwise operator moves about a quarter of the bytes it would move
-# alone: its inputs and results mostly stay in registers between it and its neighbours. (But what
-# others read is written: `_bytes_fused`.)
-FUSION_FACTOR = 0.25
 _COPY_BYTES = 256 * 2**20  # well past any cache
-_MOVING = (
-    "clone",
-    "_to_copy",
-    "convert_element_type",
-    "full",
-    "full_like",
-    "iota",
-    "where",
-    "inductor_random",
-    "inductor_randint",
-    "inductor_lookup_seed",
-    "constant_pad_nd",
-    "select_scatter",
-    "slice_scatter",
-)
-_REDUCING = ("sum", "mean", "prod", "amax", "amin", "max", "min", "var", "var_mean", "any", "all")
 
 Step = Callable[[str, Callable[[], Any]], Any]  # runs an operator, given its name
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """Seconds of one operator; bytes live inside it beside its inputs and results."""
+    """Seconds of one operator; bytes live inside it beside its inputs and results.
+
+    `read_s` is what fused code of the backward reads more, in seconds, when the result is made
+    again and not kept.
+    """
 
     seconds: float
     workspace_bytes: int
+    read_s: float = 0.0
 
 
 @alone()
@@ -69,26 +55,19 @@ def measure_nodes(
     """Cost of each operator by name; `fused`: elementwise ones as if inductor fused them."""
     device = _device(args)
     seconds: dict[str, float] = {}
+    read_s: dict[str, float] = {}
     if fused:
         rate = _bytes_per_second(device)
-        seconds = {name: size / rate for name, size in _bytes_fused(forward, backward).items()}
+        seconds = {name: size / rate for name, size in bytes_fused(forward, backward).items()}
+        read_s = {name: size / rate for name, size in bytes_read_more(forward, backward).items()}
     timer = _Timer(Clock(device), seconds)
     _run_both(forward, backward, args, num_outputs, timer.step)
     events = record(lambda: _run_both(forward, backward, args, num_outputs, _marked), device)
     workspace = _workspace(events)
-    return {name: NodeCost(seconds[name], workspace.get(name, 0)) for name in seconds}
-
-
-def is_elementwise(node: fx.Node) -> bool:
-    """Whether inductor fuses the operator with its neighbours: pointwise, view or cast."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None:
-        return False
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return True
-    if _is_view(node):
-        return True
-    return schema.name.partition("::")[2] in _MOVING
+    return {
+        name: NodeCost(taken_s, workspace.get(name, 0), read_s.get(name, 0.0))
+        for name, taken_s in seconds.items()
+    }
 
 
 def _run_both(
@@ -206,65 +185,6 @@ def _device(args: Sequence[Any]) -> torch.device:
     """The device of the graph: CUDA when any input is there."""
     devices = [a.device for a in args if isinstance(a, torch.Tensor)]
     return next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-
-
-def _bytes_moved(node: fx.Node) -> int:
-    """Bytes that the operator alone reads and writes; none for a view."""
-    return 0 if _is_view(node) else sum(map(_bytes_of, (*node.all_input_nodes, node)))
-
-
-def _bytes_of(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def _bytes_fused(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, float]:
-    """Bytes that elementwise operators move when inductor fuses them.
-
-    What operators of the backward read that are not fused, such as products of matrices, has to be
-    written when it is made again. So have inputs to be read for it that nothing else in fused code
-    reads, such as weights that are cast.
-    """
-    own = {node.name for node in forward.graph.nodes}
-    written: set[str] = set()
-    read: set[str] = set()
-    for node in backward.graph.nodes:
-        if node.op == "call_function" and node.name not in own:
-            readers = read if is_elementwise(node) or _is_reduction(node) else written
-            readers.update(_behind_views(n).name for n in node.all_input_nodes)
-    written = {_behind_views(n).name for n in forward.graph.nodes if n.name in written}
-    found: dict[str, float] = {}
-    for node in (*backward.graph.nodes, *forward.graph.nodes):
-        if not is_elementwise(node):
-            continue
-        size = FUSION_FACTOR * _bytes_moved(node)
-        if size and node.name in written:
-            alone = [n for n in map(_behind_views, node.all_input_nodes) if _only(n, read)]
-            size += (1 - FUSION_FACTOR) * sum(map(_bytes_of, (node, *alone)))
-        found[node.name] = size
-    return found
-
-
-def _only(node: fx.Node, read: set[str]) -> bool:
-    """Whether the node comes from outside and fused code of the backward does not read it."""
-    return node.op == "placeholder" and node.name not in read
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    """Whether inductor fuses the operator with what it reads: a sum, a mean, a largest value."""
-    return getattr(node.target, "_opname", "") in _REDUCING
-
-
-def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
-
-
-def _behind_views(node: fx.Node) -> fx.Node:
-    """The node whose memory it shows."""
-    while node.op == "call_function" and _is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 @cache

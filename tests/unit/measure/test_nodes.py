@@ -9,15 +9,8 @@ import torch
 from torch import fx
 
 from memfit.measure.allocations import Event
-from memfit.measure.nodes import (
-    FUSION_FACTOR,
-    _bytes_fused,
-    _bytes_per_second,
-    _Timer,
-    _workspace,
-    is_elementwise,
-    measure_nodes,
-)
+from memfit.measure.fused import FUSION_FACTOR
+from memfit.measure.nodes import _bytes_per_second, _Timer, _workspace, measure_nodes
 
 aten = torch.ops.aten
 
@@ -66,42 +59,6 @@ def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> No
     assert seconds["mm"] > 0
 
 
-def test_what_a_product_of_the_backward_reads_has_to_be_written() -> None:
-    """A weight that is cast and an activation, both made again: that is read anyway."""
-    forward = _half(
-        [
-            ("cast", aten.sin.default, (0,)),
-            ("turned", aten.t.default, (2,)),
-            ("product", aten.mm.default, (1, 3)),
-            ("active", aten.sin.default, (4,)),
-            ("scaled", aten.sin.default, (5,)),
-        ],
-        ["weight", "x"],
-    )
-    backward = _half(
-        [
-            ("turned", aten.t.default, (0,)),
-            ("to_x", aten.mm.default, (1, 3)),  # reads the weight, cast, as a view
-            ("active", aten.sin.default, (2,)),
-            ("to_product", aten.mul.Tensor, (4, 2)),
-            ("to_weight", aten.mm.default, (5, 6)),
-        ],
-        ["cast", "gradient", "product"],
-    )
-    size = 64 * 64 * 4
-    moved = _bytes_fused(forward, backward)
-    assert moved["cast"] == 2 * size  # read and written in full
-    assert moved["active"] == FUSION_FACTOR * size + size  # what it reads is read anyway
-    assert moved["scaled"] == moved["to_product"] * 2 / 3 == FUSION_FACTOR * 2 * size
-    assert moved["turned"] == 0
-
-
-def test_a_sum_of_the_backward_reads_what_is_fused_into_it() -> None:
-    forward = _half([("active", aten.sin.default, (0,))], ["x"])
-    backward = _half([("total", aten.sum.dim_IntList, (0,))], ["active"])
-    assert _bytes_fused(forward, backward) == {"active": FUSION_FACTOR * 2 * 64 * 64 * 4}
-
-
 def test_fused_elementwise_operators_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
     median = _Timer._median
@@ -114,18 +71,6 @@ def test_fused_elementwise_operators_are_not_timed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_Timer, "_median", counted)
     _measured(fused=True)
     assert len(timed) == 1  # the matrix product
-
-
-def test_elementwise_means_pointwise_view_or_cast() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-
-    def elementwise(target: object) -> bool:
-        return is_elementwise(graph.create_node("call_function", target, (x,)))
-
-    assert all(map(elementwise, (aten.tanh.default, aten.view.default, aten._to_copy.default)))
-    assert not any(map(elementwise, (aten.mm.default, aten.sum.default, aten.var_mean.correction)))
-    assert not is_elementwise(x)
 
 
 def test_workspace_is_what_an_operator_held_beyond_its_result() -> None:

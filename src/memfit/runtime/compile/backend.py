@@ -35,6 +35,7 @@ from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
 from memfit.runtime.compile import partition
 from memfit.runtime.compile.ahead import Workers, looked_for
+from memfit.runtime.compile.apart import make_apart, reading_more
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.dynamo_words import (
@@ -190,6 +191,7 @@ class _Compilation:
         self.key: str | None = None  # known once the graph is cut; none without gradients
         self.pair: partition.Pair | None = None
         self.code_s = 0.0  # for which inductor compiled, or looked for code that is on disk
+        self.made_apart = 0  # operators of the backward that fused code has for itself
         self._planned_names: dict[str, str] = {}  # of chosen nodes that have other names here
 
     def cut(
@@ -215,6 +217,8 @@ class _Compilation:
             self.pair = partition.default_min_cut(traced, graph, inputs)
         else:
             self.pair = partition.split(traced, graph, saved)
+        if fused and saved is not None:
+            self.made_apart = make_apart(self.pair.backward, self.pair.again)
         self.key = graph.key
         if not self.choice.symbolic:
             self._take_note(graph, self.pair)
@@ -367,7 +371,8 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             compiled = _boxed(half)
         else:
             misses, begun = _cache_misses(), time.perf_counter()
-            with wait_before_reading_back():
+            apart = compilation.made_apart if backward else 0
+            with wait_before_reading_back(), reading_more(apart):
                 compiled = compile_fx_inner(half, inputs, **options)
             compilation.code_s += time.perf_counter() - begun
             if work in segments.made_ahead:

@@ -280,7 +280,12 @@ class CompiledSegments:
         self._measured.add(key)
         graph = self.graphs[key]
         nodes = (
-            replace(node, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes)
+            replace(
+                node,
+                seconds=cost.seconds,
+                workspace_bytes=cost.workspace_bytes,
+                read_s=cost.read_s,
+            )
             if (cost := costs.get(node.name))
             else node
             for node in graph.nodes

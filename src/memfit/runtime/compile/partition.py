@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ _Halves = tuple[fx.GraphModule, fx.GraphModule]
 class Pair:
     """A joint graph cut in two. `results` names what the forward returns, "" a random state.
 
-    `saved` are the nodes handed to the backward, parameters left out.
+    `saved` are the nodes handed to the backward, parameters left out; `again` those it makes again.
     """
 
     forward: fx.GraphModule
@@ -48,6 +48,7 @@ class Pair:
     num_outputs: int
     results: tuple[str, ...]
     saved: tuple[str, ...]
+    again: frozenset[str] = frozenset()
 
 
 def prepare(
@@ -105,7 +106,7 @@ def split(traced: Traced, graph: JointGraph, saved: Sequence[str]) -> Pair:
         half.graph.lint()
         half.recompile()
     left = [n for i, n in enumerate(names) if i < traced.num_outputs or n not in dropped]
-    return _pair(traced, graph, forward, backward, left)
+    return replace(_pair(traced, graph, forward, backward, left), again=frozenset(again))
 
 
 def default_min_cut(traced: Traced, graph: JointGraph, inputs: Any) -> Pair:
