@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -91,6 +92,7 @@ def profile_workload(
             captured = capture_segments(workload, found, executor)
             say("warming up")
             _warm_up(workload, captured)
+            gc.collect()  # else garbage counts as memory that is there all along
             settle_optimizer_state(workload.optimizer, workload.device, values=False)
             allocator = allocator_start(workload.device)
             static = static_bytes(workload)

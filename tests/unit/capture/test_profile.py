@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
+from memfit.capture import profile as profiling
 from memfit.capture.profile import profile_workload
 from memfit.errors import ModelError
 from memfit.ir.profile import Profile
@@ -304,3 +307,26 @@ def test_a_model_used_twice_in_one_loss_is_predicted(zoo: SimpleNamespace) -> No
     for runs in ([], [(b, b) for b in blocks[:3]], [(b, b) for b in blocks[3:]]):
         measured = _measured_peak(workload, profile, runs)
         assert simulator.peak_bytes(runs) == _about(measured), runs
+
+
+def test_garbage_does_not_count_as_memory_that_is_always_there(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames of an error that was caught held a model, until the recording collected them."""
+    left: list[Any] = [torch.zeros(8)]
+    left.append(left)
+    garbage, seen = ref(left[0]), []
+
+    def counted(workload: Workload) -> dict[str, int]:
+        seen.append(garbage())
+        return static_bytes(workload)
+
+    monkeypatch.setattr(profiling, "static_bytes", counted)
+    workload = zoo.workload(zoo.Stack)
+    gc.disable()  # it would come by chance
+    try:
+        del left
+        profile_workload(workload, rounds=1)
+    finally:
+        gc.enable()
+    assert seen == [None]
