@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from memfit.errors import InfeasibleError
-from memfit.ir.profile import Profile
+from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.ir.replay import LiveTensor
 from memfit.ir.step_graph import LOSS, STATIC_CATEGORIES
 from memfit.planning.acts import Act
@@ -128,6 +128,7 @@ def nothing_fits(
     if profile.executor == "module":  # whole segments: inside of them there is more to decide
         finer = f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}, "
     parts = incompressible_bytes(simulator, leanest)
+    idle = _held_before(profile, minimum)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
     smaller = "a smaller batch" if _computes_in_half(profile) else "a smaller batch, or bf16"
     return InfeasibleError(
@@ -137,6 +138,7 @@ def nothing_fits(
         f"{format_bytes(parts['forward'])} more in forward, "
         f"{format_bytes(parts['backward'])} more in backward, gradients included. "
         f"At its peak ({simulator.timeline(leanest).peak.where}): {blocking}"
+        + idle
         + ("" if host_bytes is None else ". The host budget is too small for a plan that would"),
         budget_bytes=budget,
         minimum_bytes=minimum,
@@ -145,7 +147,22 @@ def nothing_fits(
         + f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
         + finer
+        + ("a process that ran nothing before, " if idle else "")
         + smaller,
+    )
+
+
+def _held_before(profile: Profile, minimum: int) -> str:
+    """What the allocator holds before the step though it is free, if that is worth a word."""
+    if profile.allocator is None:
+        return ""
+    held = profile.allocator.reserved_bytes
+    free = held - profile.graph.static_bytes
+    if free < WORTH_A_WORD * minimum or free <= LARGE_PAGE:
+        return ""
+    return (
+        f". Before the step the process holds {format_bytes(held)}, {format_bytes(free)} of it "
+        "free, in pieces that cannot be given back because something lies beside them"
     )
 
 

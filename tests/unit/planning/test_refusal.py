@@ -8,12 +8,13 @@ import pytest
 
 import memfit
 from memfit.errors import InfeasibleError
-from memfit.ir.profile import Profile
+from memfit.ir.profile import AllocatorStart, Profile
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.refusal import blocking_tensors
 from memfit.planning.simulate import Simulator
 from memfit.targets import resolve_target
 
+MIB = 2**20
 SMALL = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_ff": 16}
 
 
@@ -96,3 +97,17 @@ def test_half_precision_is_named_where_it_is_not_in_use(dtype: str) -> None:
     )
     hint = _hint(memfit.profile(workload, executor="graph"))
     assert hint.endswith("a smaller batch" if dtype == "bf16" else "a smaller batch, or bf16")
+
+
+@pytest.mark.parametrize("held_mib", [2, 300])
+def test_what_is_held_before_the_step_is_told(held_mib: int) -> None:
+    """What earlier steps left in use was in the smallest budget, and in nothing that was named."""
+    profile = _profile(rows=2, vocab=100)
+    start = AllocatorStart(held_mib * MIB, holes=((held_mib - 1) * MIB,))
+    with pytest.raises(InfeasibleError) as refusal:
+        make_plan(replace(profile, allocator=start), Goal(budget_bytes=1000))
+    told = "Before the step the process holds 300.00 MiB, 29" in refusal.value.message
+    assert told == (held_mib == 300)
+    assert told == ("a process that ran nothing before" in (refusal.value.hint or ""))
+    assert refusal.value.minimum_bytes is not None
+    assert refusal.value.minimum_bytes >= held_mib * MIB
