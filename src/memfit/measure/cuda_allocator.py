@@ -1,17 +1,22 @@
-"""The CUDA allocator's settings. The only module that changes them."""
+"""The CUDA allocator's settings, and what lies in its memory. The only module that changes them."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.ir.profile import AllocatorStart, Placed
+from memfit.ir.profile import LARGE_PAGE, AllocatorStart, Placed
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SHARED_POOL = (0, 0)  # of everything that is not captured
+# cuBLAS takes its scratch anew at the next product; wait for the device before.
+drop_cublas_scratch: Callable[[], None]
+drop_cublas_scratch = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 
 
 def prefer_expandable_segments(device: torch.device) -> str | None:
@@ -27,7 +32,26 @@ def prefer_expandable_segments(device: torch.device) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # 2.11 calls the setter private, 2.13 renames it
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    _give_back_fixed_segments(device)
     return "CUDA allocator set to expandable_segments:True, which keeps reserved memory low"
+
+
+def _give_back_fixed_segments(device: torch.device) -> None:
+    """Drop the scratch of cuBLAS where it may keep a segment from before that is free otherwise.
+
+    That of backward is taken in the middle of the first one, out of any free block, such as that of
+    a loss's logits, whose segment is then held for good. Captured graphs know their scratch by its
+    address: where there are some, it stays.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
+    if any(tuple(s.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL for s in segments):
+        return
+    fixed = (s for s in segments if not s.get("is_expandable"))
+    if any(s["total_size"] - s["allocated_size"] > LARGE_PAGE for s in fixed):
+        drop_cublas_scratch()
+        torch.cuda.empty_cache()
 
 
 def allocator_start(device: torch.device) -> AllocatorStart | None:

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as torch_modules
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from memfit.measure.cuda_allocator import drop_cublas_scratch
 from memfit.measure.step import is_out_of_memory
 from memfit.runtime.calls import Forward, replaced_forward
 from memfit.runtime.pressure.innards import hooks_in_force
@@ -51,8 +52,6 @@ _PLAIN = (
     torch.device,
 )
 _TOLERATED = 3  # captures that are lost because gradients are kept
-_forget_cublas_scratch: Callable[[], None]
-_forget_cublas_scratch = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)
 
 
 class Cuda:
@@ -76,7 +75,7 @@ class Cuda:
         It has its own on every stream: left alone, that of the capture would come on top.
         """
         torch.cuda.synchronize(device)
-        _forget_cublas_scratch()
+        drop_cublas_scratch()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -96,7 +95,7 @@ class Cuda:
 
     def hidden_bytes(self, device: torch.device) -> int:
         """What was in use since `clear`, and is not now."""
-        _forget_cublas_scratch()  # it lies in the graphs' memory, which nobody else is given
+        drop_cublas_scratch()  # it lies in the graphs' memory, which nobody else is given
         return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 

@@ -1,6 +1,6 @@
 """Kernels that repeat themselves bit for bit, for as long as numbers are compared.
 
-The only module that touches torch's settings for them, and the workspaces of its cuBLAS handles.
+The only module that touches torch's settings for them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from memfit.measure.cuda_allocator import drop_cublas_scratch
 
 # What torch wants to find in the environment before it runs deterministic kernels and no others.
 CUBLAS, CUBLAS_REPEATS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
@@ -66,4 +68,4 @@ def _repeatable_products() -> Iterator[None]:
 def _drop_workspaces() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
+        drop_cublas_scratch()
