@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import memfit
 from memfit.ir.profile import Profile
+from memfit.measure.cuda_allocator import drop_cublas_scratch
 from memfit.planning.acts import Pick
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import Simulator
@@ -44,9 +46,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(autouse=True)
 def pages_of_its_own() -> None:
-    """A test's model must not lie scattered over what earlier ones left: it is there all along."""
+    """A test's model must not lie scattered over what earlier ones left: it is there all along.
+
+    A failed one leaves its frames, with the tensors in them; and cuBLAS its scratch, which keeps
+    the segment it lies in, where the model of the next test would lie, too.
+    """
+    for name in ("last_exc", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
     if torch.cuda.is_available():
         gc.collect()
+        torch.cuda.synchronize()
+        drop_cublas_scratch()
         torch.cuda.empty_cache()
 
 
