@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.measure.timing import Inside, time_interleaved
+from memfit.measure.timing import Inside, Timing, summarise, time_interleaved
 from memfit.observe import MemoryProfiler, component_times
 from memfit.observe.components import BY_REPLAY
 
@@ -147,9 +147,16 @@ def test_profiling_costs_less_than_a_hundredth(device: torch.device) -> None:
 
     works = {"plain": plain, "profiled": Inside(around, profiled), "again": plain}
     times = time_interleaved(works, device, rounds=20, warmup=3)
-    plain_s = times["plain"].median_s
-    noise = abs(times["again"].median_s / plain_s - 1)
-    assert times["profiled"].median_s / plain_s - 1 < 0.01 + noise
+
+    def beside_plain(name: str) -> Timing:
+        rounds = zip(times[name].samples, times["plain"].samples, strict=True)
+        return summarise([mine / plain for mine, plain in rounds])
+
+    again = beside_plain("again")
+    noise = max(abs(again.median_s - 1), again.spread_s)
+    if noise > 0.02:
+        pytest.skip(f"needs the GPU to itself: the same steps differ by {noise:.1%}")
+    assert beside_plain("profiled").median_s - 1 < 0.01 + noise
 
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
@@ -160,6 +167,7 @@ def test_components_of_plain_and_fitted_steps_add_up(device: torch.device, execu
     assert plain.components["recompute"] == 0
     assert len(plain.segments) == LAYERS + 1
     with memfit.fit_workload(workload, "70%", executor=executor, steps=3) as fitted:
+        assert fitted.plan.techniques == ("recompute",), fitted.result.notes
         times = component_times(fitted, [workload.batch])
     assert times.accounted_share == pytest.approx(1, abs=0.05)
     assert times.components["recompute"] > 0
