@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.ir.profile import Profile
 from memfit.measure.memory import measure_peak, memory_cap
 from memfit.measure.step import run_step, untouched
+from memfit.planning.make_plan import minimum_feasible, page_bytes
 from memfit.planning.techniques import APPROXIMATE, STEP
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
@@ -37,6 +39,16 @@ def gpt2(dtype: str = "bf16") -> Workload:
         overrides=SIZES,
         optimizer="adamw",
     )
+
+
+def least_by_recompute(profile: Profile) -> int:
+    """What the leanest plan holds, without the page that other processes may need more."""
+    return minimum_feasible(profile)[0] - page_bytes(profile)
+
+
+def state_bytes(workload: Workload) -> int:
+    """AdamW's state: two numbers of four bytes for each parameter."""
+    return 8 * sum(p.numel() for p in workload.model.parameters())
 
 
 def head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,9 +128,12 @@ def test_the_cpu_steps_as_the_device_does(others: tuple[str, ...]) -> None:
 
 def test_a_fit_by_the_cpus_steps_holds_and_agrees() -> None:
     workload = gpt2()
-    state = 8 * sum(p.numel() for p in workload.model.parameters())
-    budget = memfit.plan(memfit.profile(workload)).minimum_feasible_bytes - state // 4
-    with memfit.fit_workload(workload, budget, allow="recompute,step_on_host", steps=3) as fitted:
+    profile = memfit.profile(workload)
+    # Some pages of 20 MiB from what holds without it, and from what it holds at least.
+    budget = least_by_recompute(profile) - state_bytes(workload) // 2
+    with memfit.fit_workload(
+        workload, budget, profiled=profile, allow="recompute,step_on_host", steps=3
+    ) as fitted:
         assert fitted.plan.setup == ("step_on_host",)
         result = fitted.result
         assert result.measured.peak_reserved_bytes <= budget and result.measured.retries == 0
@@ -132,12 +147,11 @@ def test_state_and_gradients_leave_the_device() -> None:
         run_step(workload)
         plain = measure_peak(workload, lambda: run_step(workload)).bytes
     setup = Setup(EXACT, workload.model, workload.optimizer, MODULES, 8 * MIB)
-    state = 8 * sum(p.numel() for p in workload.model.parameters())
     with untouched(workload), setup:
         run_step(workload)
         run_step(workload)
         peak = measure_peak(workload, lambda: run_step(workload)).bytes
-    assert peak < plain - state // 2
+    assert peak < plain - state_bytes(workload) // 2
 
 
 def test_some_of_the_state_stays_on_the_device() -> None:
@@ -157,7 +171,7 @@ def test_some_of_the_state_stays_on_the_device() -> None:
 def test_a_budget_that_recompute_cannot_hold_is_held_by_other_exact_techniques() -> None:
     workload = gpt2()
     profile = memfit.profile(workload)
-    budget = int(0.95 * memfit.plan(profile).minimum_feasible_bytes)
+    budget = least_by_recompute(profile) - state_bytes(workload) // 2
     with memfit.fit_workload(workload, budget, profiled=profile, steps=3) as fitted:
         result = fitted.result
         assert {*result.decisions.techniques} - {"recompute"}
@@ -214,7 +228,10 @@ def test_scaled_and_accumulated_steps_in_backward(
         accumulate=accumulate,
     ) as fitted:
         result = fitted.result
-        assert fitted.plan.setup == ("step_in_backward",)
+        # When the last of several scaled batches begins its backward, all gradients and the casts
+        # of all weights are there: 95 % may need the state on the host as well, exact as it is.
+        more = {"optimizer_offload"} if accumulate > 1 and scaled else set[str]()
+        assert {"step_in_backward"} <= {*fitted.plan.setup} <= {"step_in_backward", *more}
         assert result.measured.peak_reserved_bytes <= result.budget_bytes
         assert result.measured.retries == 0
         assert result.numerics.agree or not result.numerics.repeatable, result.numerics
