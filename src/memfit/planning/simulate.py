@@ -22,12 +22,12 @@ from memfit.ir.timeline import Point, Timeline
 from memfit.planning.acts import Act, Away, Ints, Pick, Send, calls_of, covered
 from memfit.planning.copies import Copies, CopyTimes
 from memfit.planning.effects import effect_of
+from memfit.planning.segment.menu import Limits, limits_for
 from memfit.planning.segment.offload import round_trip_s, smallest_move_bytes
 from memfit.planning.segment.passes import backward_peak_bytes, movable
 from memfit.planning.segment.priced_menu import Menu, priced_menu, priced_variant
 from memfit.planning.techniques import ACTIVATIONS
 
-WORTH_A_VARIANT = 2e-3  # of the bytes times seconds that there are to win in all segments
 _ACTIVATIONS = BLOCK_CATEGORIES.index("activations")
 
 
@@ -95,23 +95,21 @@ class Simulator:
     def menus(self) -> list[Menu]:
         """Per joint graph its variants with the seconds each adds; the first adds none."""
         return [
-            priced_menu(graph, known, self.min_tensor_bytes, self.copy, staying, worth)
-            for graph, known, staying, worth in zip(
-                self.profile.graphs, self._known, self._staying, self._worth(), strict=True
+            priced_menu(graph, known, self.min_tensor_bytes, self.copy, staying, limits)
+            for graph, known, staying, limits in zip(
+                self.profile.graphs, self._known, self._staying, self._limits(), strict=True
             )
         ]
 
-    def _worth(self) -> list[float]:
-        """Per joint graph, how much of what its calls can win makes a variant worth looking for.
-
-        Where a step has many graphs, most of them matter little.
-        """
-        calls = Counter(call.graph for call in self.graph.calls)
-        sizes = [
-            calls[number] * sum(node.bytes for node in graph.nodes) * sum(graph.again_seconds)
-            for number, graph in enumerate(self.profile.graphs)
+    def _limits(self) -> list[Limits]:
+        """Per joint graph the limits of its menu, by what it has of all there is to win."""
+        graphs, counts = self.profile.graphs, Counter(call.graph for call in self.graph.calls)
+        sizes = [sum(n.bytes for n in graph.nodes) * sum(graph.again_seconds) for graph in graphs]
+        total = sum(counts[number] * size for number, size in enumerate(sizes)) or 1
+        return [
+            limits_for(size / total, counts[number] * size / total)
+            for number, size in enumerate(sizes)
         ]
-        return [WORTH_A_VARIANT * sum(sizes) / size if size else 0.0 for size in sizes]
 
     @cached_property
     def _staying(self) -> list[frozenset[int]]:

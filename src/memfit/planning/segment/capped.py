@@ -1,8 +1,11 @@
-"""The least seconds of recompute that a cap on bytes allows, as a 0/1 program (HiGHS).
+"""The least bytes that a cap on seconds of recompute allows, as a 0/1 program (HiGHS).
 
 Where `mincut` finds the corners of the curve of bytes against seconds, this finds the points
-between them. Limits: of a segment of more than `EXACT_NODES` an answer may be `REL_GAP` off the
-best, and so may one whose search was stopped.
+between them. A cap on bytes would find points, too, but filled up to it with tensors of next to no
+bytes; what a cap on seconds finds are the corners of the steps, where one byte less costs most.
+
+Limits: of a segment of more than `EXACT_NODES` an answer may be `REL_GAP` off the best, and so may
+one whose search was stopped.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ EXACT_NODES = 150
 REL_GAP = 0.01
 # Ends a hopeless search at the same place on every machine, as the time limit would not.
 MAX_BRANCHES = 2000
-# Of two answers with the same seconds the one with fewer bytes: all bytes weigh as much as this
-# share of all seconds.
-BYTES_WEIGHT = 1e-6
+# Of two answers with the same bytes the one with fewer seconds: all seconds weigh as much as this
+# share of all bytes.
+SECONDS_WEIGHT = 1e-6
 # The solver's tolerances are absolute: at a scale of 1 it stops early, and loses answers that fill
-# the cap to the last byte.
+# the cap to the last bit.
 SCALE = 1e4
 
 
 class CappedProgram:
-    """Least seconds with at most so many bytes: a column per node to save and to run again."""
+    """Least bytes with at most so many seconds: a column per node to save and to run again."""
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
@@ -93,8 +96,8 @@ class CappedProgram:
     def _there(self, node: int) -> list[int]:
         return [columns[node] for columns in (self.save, self.run) if node in columns]
 
-    def solve(self, cap: int, time_limit_s: float) -> Point | None:
-        """The point with the least seconds in at most `cap` bytes; None when time is up."""
+    def solve(self, cap_s: float, time_limit_s: float) -> Point | None:
+        """The point with the least bytes in at most `cap_s` seconds; None when time is up."""
         if time_limit_s <= 0:
             return None
         table = np.array(self.entries).reshape(-1, 3)
@@ -102,14 +105,14 @@ class CappedProgram:
         needs = csr_array((table[:, 2], places), shape=(len(self.low), self.columns))
         seconds, held = self.seconds / self.seconds.sum(), self.bytes / self.bytes.sum()
         exact = len(self.choices.nodes) <= EXACT_NODES
-        share = SCALE / max(cap, 1)
+        share = SCALE / cap_s
         result = solve_milp(
-            SCALE * (seconds + BYTES_WEIGHT * held),
+            SCALE * (held + SECONDS_WEIGHT * seconds),
             integrality=self.integral,
             bounds=Bounds(0, 1),
             constraints=[
                 LinearConstraint(needs, self.low, np.inf),
-                LinearConstraint(share * self.bytes[None, :], -np.inf, share * cap),
+                LinearConstraint(share * self.seconds[None, :], -np.inf, share * cap_s),
             ],
             options={
                 "time_limit": time_limit_s,

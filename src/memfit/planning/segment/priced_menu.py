@@ -15,7 +15,7 @@ import numpy as np
 
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.profile import CopyRates, Measurements
-from memfit.planning.segment.menu import menu_of, variant_of
+from memfit.planning.segment.menu import USUAL, Limits, menu_of, variant_of
 from memfit.planning.segment.offload import copy_seconds, offered_moves
 from memfit.planning.segment.passes import moving
 
@@ -29,12 +29,11 @@ def priced_menu(
     min_tensor_bytes: int,
     copy: CopyRates | None,
     staying: frozenset[int],
-    worth: float = 0.0,
+    limits: Limits = USUAL,
 ) -> Menu:
     """The variants of a graph with their seconds; first the one that runs when nobody decides.
 
-    Nodes in `staying` are no use to move: others keep their memory. `worth` is how much of what
-    there is to win in the graph makes it worth to look for one more variant.
+    Nodes in `staying` are no use to move: others keep their memory.
     """
     first = tuple(sorted(graph.unplanned))
     measured = {v.saved: v for v in known.variants}
@@ -45,7 +44,7 @@ def priced_menu(
     offered = menu_of(
         graph,
         min_tensor_bytes=min_tensor_bytes,
-        worth=worth,
+        limits=limits,
         extra=(*rivals, replace(unplanned, seconds=base_s)),
     )
     rows = [(unplanned, 0.0)]

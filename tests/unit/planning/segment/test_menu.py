@@ -401,6 +401,7 @@ def test_large_bytes_and_short_seconds_do_not_overflow_or_vanish() -> None:
     assert _table(graph, menu_of(graph)) == [
         (160 * gib + 522, 0.0),
         (70 * gib + 522, 3e-7),
+        (70 * gib + 10, pytest.approx(4e-7, abs=1e-12)),
         (522, pytest.approx(0.2 + 3e-7, abs=1e-12)),
         (10, pytest.approx(0.2 + 4e-7, abs=1e-12)),
     ]

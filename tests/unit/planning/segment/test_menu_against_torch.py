@@ -3,10 +3,10 @@
 `activation_memory_budget` asks torch for a share of a graph's activations. Its choices for a GPT-2
 block, at eleven shares, are priced like ours: by the same graph, storages and seconds.
 
-Two things are compared with them. The program behind a menu, asked for as many bytes as torch
-holds: it may not take more seconds, whatever the operators cost. And the menu itself, for the
-twelve blocks of a GPT-2: sixteen variants cannot hold the best answer to every number of bytes for
-one block alone, but blocks choose from them separately, where torch gives all the same share.
+Three things are compared with them. The program behind a menu, asked for as many seconds as torch
+takes: it may not hold more bytes, whatever the operators cost. The menu of a step that is one
+block, which has to have a variant for each of torch's choices. And the smaller menu for the twelve
+blocks of a GPT-2, which choose from it separately, where torch gives all the same share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.errors import MemfitError
 from memfit.ir.joint_graph import JointGraph
 from memfit.planning.segment.capped import CappedProgram
-from memfit.planning.segment.menu import MAX_VARIANTS, menu_of
+from memfit.planning.segment.menu import MAX_VARIANTS, MAX_VARIANTS_ALONE, limits_for, menu_of
 from memfit.planning.segment.mincut import Choices
 from memfit.planning.segment.passes import total_bytes, variant_of
 from memfit.runtime.compile import partition
@@ -45,6 +45,8 @@ ATTENTIONS = ("eager", pytest.param("sdpa", marks=pytest.mark.slow))
 BLOCKS = 12
 FLOPS_PER_S, BYTES_PER_S = 1e12, 2e11  # a device that is bound by bytes and by flops in turn
 ROUNDING = 1 + 1e-9
+# Asked with our seconds, torch hits one of thousands of mixes of tensors of a few KB.
+NEAR = 1.01
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def test_no_choice_of_torch_beats_the_program_whatever_operators_cost(
 def _check_program(graph: JointGraph, points: dict[str, tuple[int, float]]) -> None:
     program = CappedProgram(Choices(graph))
     for asked, (held, seconds) in points.items():
-        best = program.solve(held, time_limit_s=30)
+        best = program.solve(seconds * ROUNDING, time_limit_s=30)
         assert best is not None
         ours = variant_of(graph, best.saved)
         assert total_bytes(graph, ours) <= held, asked
@@ -203,7 +205,7 @@ def _check_program(graph: JointGraph, points: dict[str, tuple[int, float]]) -> N
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_the_menu_of_a_block_beats_torch_for_a_whole_model(executor: str, attention: str) -> None:
     block = captured(executor, attention)
-    menu = menu_of(block.graph)
+    menu = menu_of(block.graph, limits=limits_for(1 / BLOCKS, 1.0))
     assert len(menu) <= MAX_VARIANTS
     held = np.array([total_bytes(block.graph, variant) for variant in menu], dtype=float)
     seconds = np.array([variant.seconds for variant in menu])
@@ -228,11 +230,14 @@ def _mixed(held: np.ndarray, seconds: np.ndarray, cap: int) -> float:
     return float(np.rint(result.x) @ seconds)
 
 
-def test_one_block_alone_is_near_to_torch_or_better(executor: str) -> None:
-    """Where the menu has no variant for torch's bytes, the next one is not far."""
-    block = captured(executor, "eager")
-    whole_s = sum(n.seconds for n in block.graph.nodes if n.role == "forward")
-    menu = [(total_bytes(block.graph, v), v.seconds) for v in menu_of(block.graph)]
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_menu_of_one_block_alone_has_what_torch_has_or_better(
+    executor: str, attention: str
+) -> None:
+    block = captured(executor, attention)
+    menu = menu_of(block.graph, limits=limits_for(1.0, 1.0))
+    assert len(menu) <= MAX_VARIANTS_ALONE
+    costs = [(total_bytes(block.graph, v), v.seconds) for v in menu]
     for asked, (torch_bytes, torch_s) in torch_points(block, block.graph).items():
-        ours = min(seconds for held, seconds in menu if held <= torch_bytes)
-        assert ours <= torch_s + 0.15 * whole_s, asked
+        ours = min(seconds for held, seconds in costs if held <= torch_bytes)
+        assert ours <= torch_s * (NEAR if "our seconds" in asked else ROUNDING), asked
