@@ -162,7 +162,17 @@ def _side_by_side(
         wait([untimed], timeout=arguments.before)
         well = list(lanes.map(lambda run: _ran(run, arguments, begun, end), rest))
         untimed.result()
+    # What had no room beside others has the device to itself now.
+    well = [
+        _ran(run, arguments, begun, end) if _had_no_room(run, arguments) else ended
+        for run, ended in zip(rest, well, strict=True)
+    ]
     return failed + [run.name for run, ended in zip(rest, well, strict=True) if not ended]
+
+
+def _had_no_room(run: Run, arguments: argparse.Namespace) -> bool:
+    log = _log(run.name, arguments)
+    return log.exists() and "OutOfMemoryError" in log.read_text()
 
 
 def _untimed(chosen: Sequence[Run], arguments: argparse.Namespace, end: float) -> None:
@@ -277,9 +287,10 @@ def _output(run: Run, arguments: argparse.Namespace) -> Path:
 
 def _cache(name: str, arguments: argparse.Namespace) -> Path:
     """Where compiled code is kept: side by side apart, as one that stands still may hold a lock."""
-    apart = name in COLD or arguments.at_once > 1
     folder: Path = arguments.folder
-    return (folder / (f".inductor-{name}" if apart else ".inductor")).resolve()
+    own = folder / f".inductor-{name}"  # of an earlier run, or to be made
+    apart = name in COLD or arguments.at_once > 1 or own.exists()
+    return (own if apart else folder / ".inductor").resolve()
 
 
 def _turns(arguments: argparse.Namespace) -> Path:

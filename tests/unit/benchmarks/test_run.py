@@ -147,6 +147,23 @@ def test_side_by_side_each_has_a_cache_and_what_compiles_alone_goes_first(starte
     }
 
 
+def test_what_was_compiled_side_by_side_is_found_again_one_by_one(
+    started: Main, tmp_path: Path
+) -> None:
+    (alone,) = started("first")
+    assert alone[-1] == ".inductor"
+    (tmp_path / "out/.inductor-first").mkdir(parents=True)
+    (again,) = started("first")
+    assert again[-1] == ".inductor-first"
+
+
+def test_what_had_no_room_beside_others_runs_once_more_by_itself(started: Main) -> None:
+    once = started("first", "second", "--at-once", "2")
+    twice = started("first", "second", "--at-once", "2", says="OutOfMemoryError: of the device")
+    assert sorted(command[0] for command in once) == ["inside.py", "observe.py"]
+    assert [command[0] for command in twice][2:] == ["inside.py", "observe.py"]
+
+
 def test_side_by_side_compiling_may_have_a_start(started: Main) -> None:
     commands = started("first", "--at-once", "2", "--ahead", "1", "--before", "60")
     assert [command[0] for command in commands] == [*["ahead.py"] * 4, "inside.py"]
