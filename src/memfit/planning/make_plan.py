@@ -116,7 +116,8 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     if goal.max_slowdown is not None:  # techniques of the step itself may have used it up
         limit_s = max(goal.max_slowdown * plain_s - profile.step_s, 0.0)
     target = None if budget is None else budget - goal.margin_bytes
-    choice = _fastest(simulator, goal, target, limit_s, known)
+    hopeless = target is not None and target < profile.graph.static_bytes
+    choice = None if hopeless else _fastest(simulator, goal, target, limit_s, known)
     fits = choice is not None and holds(simulator, choice, target)
     smallest = _smallest(simulator, goal.host_bytes, thorough=not fits)
     if known is not None:  # of all there are only a few are tried, and this one is there
@@ -163,6 +164,9 @@ def _up(ratio: float, digits: int) -> str:
 def _host_bytes_that_help(simulator: Simulator, goal: Goal, budget: int) -> int | None:
     """What a host budget must be for a plan that holds; None where it does not stand in the way."""
     if goal.host_bytes is None or simulator.copy is None:
+        return None
+    everything = choose_swap(simulator, Request(None, float("inf")))
+    if simulator.moved_bytes(everything.acts) <= goal.host_bytes:
         return None
     free = _smallest(simulator, None, thorough=True)
     moved = simulator.moved_bytes(free.acts)

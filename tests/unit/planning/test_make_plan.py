@@ -87,6 +87,17 @@ def test_a_budget_with_room_needs_no_technique(chain: Chain) -> None:
     assert plan.predicted.step_s == plan.baseline_step_s
 
 
+def test_nothing_is_searched_for_a_budget_below_what_is_there_before_the_step(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = chain(8)
+    monkeypatch.setattr("memfit.planning.make_plan._fastest", lambda *_: pytest.fail("searched"))
+    with pytest.raises(InfeasibleError) as refusal:
+        make_plan(profile, Goal(budget_bytes=profile.graph.static_bytes - 1))
+    assert refusal.value.minimum_bytes is not None
+    assert refusal.value.minimum_bytes > profile.graph.static_bytes
+
+
 def test_a_refusal_names_the_minimum_and_the_minimum_works(chain: Chain) -> None:
     profile = chain(10)
     minimum, runs = minimum_feasible(profile)
