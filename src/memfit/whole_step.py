@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import (
+    ACTIVATIONS,
     IN_BACKWARD,
     INT8_WEIGHTS,
     MICROBATCH,
@@ -40,6 +42,8 @@ Measure = Callable[[Setup | None, int], Profile]  # with a set-up, of the batch 
 CHEAP = 0.01  # of the plain step: a plan that costs less needs no help
 GAIN = 0.02  # of the planned step: less than this may be noise
 LESS = 0.01  # of the smallest budget
+NEAR = 0.05  # of the step: recomputing that takes no more leaves little to win by moving
+TRIED_S = 3.0  # to plan with a technique that may be taken
 STATE_IN_ROOM = (1.0, 0.5)  # of what the leanest plan leaves free, for optimizer state to stay
 NOT_NEEDED = f"not needed: a plan without it costs less than {CHEAP:.0%} of the step"
 TILES_PER_BUDGET = 64
@@ -274,8 +278,20 @@ def _how(name: str, profile: Profile) -> str:
 
 
 def _tried(profile: Profile, goal: Goal) -> _Tried:
+    """What a plan makes of the profile.
+
+    To plan what moves as well takes ten times as long, and is only done where recomputing alone
+    does not hold or takes long; the plan that is run is made with both.
+    """
+    quick = replace(goal, time_limit_s=TRIED_S)
+    if goal.strategy == "optimal" and {*ACTIVATIONS} <= {*goal.techniques}:
+        alone = replace(quick, techniques=tuple(t for t in goal.techniques if t != "offload"))
+        with suppress(InfeasibleError):
+            plan = make_plan(profile, alone)
+            if plan.predicted.step_s <= (1 + NEAR) * profile.step_s:
+                return _Tried(profile, plan, None)
     try:
-        return _Tried(profile, make_plan(profile, replace(goal, time_limit_s=3.0)), None)
+        return _Tried(profile, make_plan(profile, quick), None)
     except InfeasibleError as refusal:
         return _Tried(profile, None, refusal)
 

@@ -17,7 +17,7 @@ import memfit
 from memfit import holding, proof
 from memfit.api import fit_workload
 from memfit.errors import InfeasibleError, UsageError
-from memfit.ir.profile import Profile
+from memfit.ir.profile import CallTime, Profile
 from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
@@ -29,7 +29,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
 from memfit.verify.budget import BudgetCheck
-from memfit.whole_step import whole_step
+from memfit.whole_step import _tried, whole_step
 from memfit.workload import Workload
 
 SLOW = pytest.mark.slow
@@ -64,6 +64,36 @@ def deep(*more: nn.Module) -> Workload:
         batch,
         name="deep",
     )
+
+
+def test_what_moves_is_planned_only_where_recomputing_does_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile = memfit.profile(deep(), executor="module")
+    asked: list[tuple[str, ...]] = []
+
+    def noted(profile: Profile, goal: Goal) -> Any:
+        asked.append(goal.techniques)
+        return make_plan(profile, goal)
+
+    monkeypatch.setattr("memfit.whole_step.make_plan", noted)
+    both = Goal(budget_bytes=make_plan(profile, Goal()).baseline_peak_bytes)
+    both = replace(both, techniques=("recompute", "offload"))
+    assert _tried(profile, both).plan is not None
+    assert asked == [("recompute",)]  # everything fits
+    asked.clear()
+    least = make_plan(profile, Goal()).minimum_feasible_bytes
+    slow = replace(profile, call_times=tuple(_slower(call) for call in profile.call_times))
+    assert _tried(slow, replace(both, budget_bytes=least)).plan is not None
+    assert asked == [("recompute",), ("recompute", "offload")]
+    asked.clear()
+    assert _tried(profile, replace(both, budget_bytes=least // 2)).refusal is not None
+    assert asked == [("recompute",), ("recompute", "offload")]
+
+
+def _slower(call: CallTime) -> CallTime:
+    """A call that takes a second to make again."""
+    return replace(call, recompute_s=1.0, recompute_host_s=1.0)
 
 
 def with_statistics() -> Workload:

@@ -217,7 +217,7 @@ class _Compilation:
             self.pair = partition.default_min_cut(traced, graph, inputs)
         else:
             self.pair = partition.split(traced, graph, saved)
-        if fused and saved is not None:
+        if fused and saved is not None and not self.choice.symbolic:  # else sizes are not known
             self.made_apart = make_apart(self.pair.backward, self.pair.again)
         self.key = graph.key
         if not self.choice.symbolic:
