@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,31 +13,13 @@ from memfit.measure.fused import FUSION_FACTOR, bytes_fused, bytes_read_more, is
 
 aten = torch.ops.aten
 SIZE = 64 * 64 * 4
+Half = Callable[..., fx.GraphModule]
+Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
-def _half(
-    operators: Sequence[tuple[str, object, tuple[int, ...]]],
-    names: Sequence[str],
-    outputs: Sequence[int] = (-1, 0),
-) -> fx.GraphModule:
-    """A graph of operators on placeholders; numbers point to what came before."""
-    graph = fx.Graph()
-    made = [graph.placeholder(name) for name in names]
-    for node in made:
-        node.meta["val"] = torch.empty(64, 64, device="meta")
-    for name, target, sources in operators:
-        node = graph.create_node(
-            "call_function", target, tuple(made[i] for i in sources), name=name
-        )
-        node.meta["val"] = torch.empty(64, 64, device="meta")
-        made.append(node)
-    graph.output(tuple(made[i] for i in outputs))
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def test_what_a_product_of_the_backward_reads_has_to_be_written() -> None:
+def test_what_a_product_of_the_backward_reads_has_to_be_written(half: Half) -> None:
     """A weight that is cast and an activation, both made again: that is read anyway."""
-    forward = _half(
+    forward = half(
         [
             ("cast", aten.sin.default, (0,)),
             ("turned", aten.t.default, (2,)),
@@ -47,7 +29,7 @@ def test_what_a_product_of_the_backward_reads_has_to_be_written() -> None:
         ],
         ["weight", "x"],
     )
-    backward = _half(
+    backward = half(
         [
             ("turned", aten.t.default, (0,)),
             ("to_x", aten.mm.default, (1, 3)),  # reads the weight, cast, as a view
@@ -64,9 +46,9 @@ def test_what_a_product_of_the_backward_reads_has_to_be_written() -> None:
     assert moved["turned"] == 0
 
 
-def test_a_sum_of_the_backward_reads_what_is_fused_into_it() -> None:
-    forward = _half([("active", aten.sin.default, (0,))], ["x"])
-    backward = _half([("total", aten.sum.dim_IntList, (0,))], ["active"])
+def test_a_sum_of_the_backward_reads_what_is_fused_into_it(half: Half) -> None:
+    forward = half([("active", aten.sin.default, (0,))], ["x"])
+    backward = half([("total", aten.sum.dim_IntList, (0,))], ["active"])
     assert bytes_fused(forward, backward) == {"active": FUSION_FACTOR * 2 * 64 * 64 * 4}
 
 
@@ -82,9 +64,10 @@ def test_elementwise_means_pointwise_view_or_cast() -> None:
     assert not is_elementwise(x)
 
 
-def _normalised() -> tuple[fx.GraphModule, fx.GraphModule]:
+@pytest.fixture
+def normalised(half: Half) -> Halves:
     """A mask of what is returned, and what a product reads and fused code as a mask, too."""
-    forward = _half(
+    forward = half(
         [
             ("product", aten.mm.default, (0, 0)),
             ("active", aten.relu.default, (1,)),
@@ -98,7 +81,7 @@ def _normalised() -> tuple[fx.GraphModule, fx.GraphModule]:
     forward.graph.find_nodes(op="call_function", target=aten.le.Scalar)[0].meta["val"] = (
         torch.empty(64, 64, dtype=torch.bool, device="meta")
     )
-    backward = _half(
+    backward = half(
         [
             ("masked", aten.mul.Tensor, (0, 1)),
             ("total", aten.sum.default, (4,)),
@@ -116,18 +99,19 @@ def _normalised() -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def test_a_mask_that_is_made_again_is_made_from_more_bytes_in_every_pass(
-    monkeypatch: pytest.MonkeyPatch,
+    normalised: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halves = _normalised()
     # Over few numbers the sum and what reads it are one loop; the forward writes no mask.
-    assert bytes_read_more(*halves)["mask"] == SIZE - SIZE // 4 - SIZE // 4
+    assert bytes_read_more(*normalised)["mask"] == SIZE - SIZE // 4 - SIZE // 4
     monkeypatch.setattr(fused, "_SHORT", 64 * 64 - 1)
-    assert bytes_read_more(*halves)["mask"] == 2 * (SIZE - SIZE // 4) - SIZE // 4
+    assert bytes_read_more(*normalised)["mask"] == 2 * (SIZE - SIZE // 4) - SIZE // 4
 
 
-def test_what_is_written_for_a_product_need_not_be_read_where_its_source_is() -> None:
-    assert bytes_read_more(*_normalised())["active"] == -SIZE
+def test_what_is_written_for_a_product_need_not_be_read_where_its_source_is(
+    normalised: Halves,
+) -> None:
+    assert bytes_read_more(*normalised)["active"] == -SIZE
 
 
-def test_products_and_what_fused_code_does_not_read_count_nothing() -> None:
-    assert bytes_read_more(*_normalised()).keys() == {"mask", "active"}
+def test_products_and_what_fused_code_does_not_read_count_nothing(normalised: Halves) -> None:
+    assert bytes_read_more(*normalised).keys() == {"mask", "active"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,29 +13,12 @@ from memfit.measure.fused import FUSION_FACTOR
 from memfit.measure.nodes import _bytes_per_second, _Timer, _workspace, measure_nodes
 
 aten = torch.ops.aten
+Half = Callable[..., fx.GraphModule]
 
 
-def _half(
-    operators: Sequence[tuple[str, object, tuple[int, ...]]], names: Sequence[str]
-) -> fx.GraphModule:
-    """A graph of operators on placeholders; numbers point to what came before."""
-    graph = fx.Graph()
-    made = [graph.placeholder(name) for name in names]
-    for node in made:
-        node.meta["val"] = torch.empty(64, 64, device="meta")
-    for name, target, sources in operators:
-        node = graph.create_node(
-            "call_function", target, tuple(made[i] for i in sources), name=name
-        )
-        node.meta["val"] = torch.empty(64, 64, device="meta")
-        made.append(node)
-    graph.output((made[-1], made[0]))
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _measured(fused: bool) -> tuple[dict[str, float], dict[str, int]]:
-    forward = _half([("mm", aten.mm.default, (0, 0)), ("sin", aten.sin.default, (1,))], ["x"])
-    backward = _half([("mul", aten.mul.Tensor, (0, 1))], ["x", "y"])
+def _measured(half: Half, fused: bool) -> tuple[dict[str, float], dict[str, int]]:
+    forward = half([("mm", aten.mm.default, (0, 0)), ("sin", aten.sin.default, (1,))], ["x"])
+    backward = half([("mul", aten.mul.Tensor, (0, 1))], ["x", "y"])
     costs = measure_nodes(forward, backward, [torch.randn(64, 64)], num_outputs=0, fused=fused)
     return (
         {name: cost.seconds for name, cost in costs.items()},
@@ -43,15 +26,15 @@ def _measured(fused: bool) -> tuple[dict[str, float], dict[str, int]]:
     )
 
 
-def test_every_operator_of_both_graphs_is_timed() -> None:
-    seconds, workspace = _measured(fused=False)
+def test_every_operator_of_both_graphs_is_timed(half: Half) -> None:
+    seconds, workspace = _measured(half, fused=False)
     assert seconds.keys() == {"mm", "sin", "mul"}
     assert all(s > 0 for s in seconds.values())
     assert workspace == {"mm": 0, "sin": 0, "mul": 0}
 
 
-def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> None:
-    seconds, _ = _measured(fused=True)
+def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move(half: Half) -> None:
+    seconds, _ = _measured(half, fused=True)
     size = 64 * 64 * 4
     # Bytes read and written: 3 against 2.
     assert seconds["mul"] * 2 == pytest.approx(seconds["sin"] * 3)
@@ -59,7 +42,9 @@ def test_fused_elementwise_operators_cost_a_share_of_the_bytes_they_move() -> No
     assert seconds["mm"] > 0
 
 
-def test_fused_elementwise_operators_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_elementwise_operators_are_not_timed(
+    half: Half, monkeypatch: pytest.MonkeyPatch
+) -> None:
     timed: list[int] = []
     median = _Timer._median
 
@@ -69,7 +54,7 @@ def test_fused_elementwise_operators_are_not_timed(monkeypatch: pytest.MonkeyPat
 
     _bytes_per_second(torch.device("cpu"))
     monkeypatch.setattr(_Timer, "_median", counted)
-    _measured(fused=True)
+    _measured(half, fused=True)
     assert len(timed) == 1  # the matrix product
 
 
@@ -89,9 +74,9 @@ def test_workspace_is_what_an_operator_held_beyond_its_result() -> None:
     assert _workspace(events) == {"a": 30, "b": 0}
 
 
-def test_operators_that_write_get_copies_and_inputs_stay_as_they_are() -> None:
-    forward = _half([("add_", aten.add_.Tensor, (0, 0))], ["x"])
-    backward = _half([("mul", aten.mul.Tensor, (0, 0))], ["x", "y"])
+def test_operators_that_write_get_copies_and_inputs_stay_as_they_are(half: Half) -> None:
+    forward = half([("add_", aten.add_.Tensor, (0, 0))], ["x"])
+    backward = half([("mul", aten.mul.Tensor, (0, 0))], ["x", "y"])
     x = torch.ones(64, 64)
     measure_nodes(forward, backward, [x], num_outputs=0, fused=False)
     assert torch.equal(x, torch.ones(64, 64))
