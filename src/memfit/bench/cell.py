@@ -67,6 +67,7 @@ COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 PR_SET_PDEATHSIG = 1
 EAGER, UNPLANNED = "eager", "unplanned"
 NO_REFERENCE = "neither the eager nor the unplanned step fits, so there is no ratio"
+NO_ROOM = "the eager step does not fit"
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _on_its_own_model(run: _Run, cell: Cell, eager_peak: Peak | None) -> Cell:
             settle_optimizer_state(plain.optimizer, run.device)
             beside = _Beside(EAGER, step, eager_peak)
         else:
-            run.notes.append("the eager step does not fit beside it, so there is no ratio")
+            run.notes.append(f"{NO_ROOM} beside it, so there is no ratio")
         del plain, step
         _free(run.device)
     cell = _with_times(run, cell, prepared, peak, beside)
@@ -245,7 +246,7 @@ def _eager(run: _Run, workload: Workload) -> _Beside | None:
         return _Beside(EAGER, plain, peaks[0])
     drop_gradients(workload)
     _free(run.device)
-    run.notes.append(f"the eager step does not fit{_cap_text(run.spec)}")
+    run.notes.append(f"{NO_ROOM}{_cap_text(run.spec)}")
     return None
 
 

@@ -1,7 +1,8 @@
 """Run cells side by side: whenever one is being timed, the others stand still (measure/turns.py).
 
-What ran out of memory, or died, may have had too little of the machine beside the others: it is
-run once more by itself. Times are those of a quiet machine; seconds of whole cells are not.
+What ran out of memory, or died, may have had too little of the machine beside the others, and so
+may the eager step that a cell is compared with: such a cell is run once more by itself. Times are
+those of a quiet machine; seconds of whole cells are not.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.bench.cell import CellSpec
+from memfit.bench.cell import NO_ROOM, CellSpec
 from memfit.bench.order import most_valuable_first
 from memfit.bench.process import RunCell
 from memfit.bench.suite import Save, Settings, run_cells, run_one
-from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, TIMED_OUT, BenchReport
+from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, TIMED_OUT, BenchReport, Cell
 from memfit.measure.turns import kept_awake
 
 SHORT = (OUT_OF_MEMORY, CRASHED, TIMED_OUT)  # of something that others may have had
@@ -60,9 +61,10 @@ def run_side_by_side(
                     with lock:
                         if cell is None:
                             left.append(spec)
-                        elif cell.status in SHORT:
+                            continue
+                        if cell.status in SHORT or _had_no_eager(spec, cell):
                             again.append(spec)
-                        else:
+                        if cell.status not in SHORT:
                             report = report.with_cell(spec.workload, cell)
                             save(report, cell)
         except BaseException as error:
@@ -81,4 +83,11 @@ def run_side_by_side(
         report, more = run_cells(
             report, again, settings, save, started=started, run=run, log=log, end=end
         )
-    return report, [*left, *more]
+    there = {(cell.workload, cell.system) for cell in report.cells if cell.ok}
+    missing = [spec for spec in more if (spec.workload.name, spec.system) not in there]
+    return report, [*left, *missing]
+
+
+def _had_no_eager(spec: CellSpec, cell: Cell) -> bool:
+    """Whether there was no room for the step to compare with, on a device without a cap."""
+    return spec.cap_bytes is None and any(note.startswith(NO_ROOM) for note in cell.notes)

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from memfit.bench.cell import CellSpec
+from memfit.bench.cell import NO_ROOM, CellSpec
 from memfit.bench.process import cell_processes
 from memfit.bench.side_by_side import run_side_by_side
 from memfit.bench.suite import Settings, plan_cells
@@ -71,6 +72,25 @@ def test_all_cells_run_two_at_once_and_the_short_of_memory_again(tmp_path: Path)
     # Side by side they may take twice as long, by themselves not.
     assert sorted(lanes.given) == [50.0] * (len(lanes.given) - 4) + [100.0] * 4
     assert len(lanes.given) > 4
+
+
+def test_cells_whose_eager_step_had_no_room_run_again_unless_a_cap_says_so(tmp_path: Path) -> None:
+    lanes = Lanes(tmp_path)
+
+    def run(spec: CellSpec, timeout_s: float, log: Path | None) -> Cell:
+        lanes.given.append(timeout_s)
+        crowded = spec.cap_bytes is not None or timeout_s > SETTINGS.timeout_s
+        notes = (f"{NO_ROOM} into it",) if crowded else ()
+        return Cell(spec.workload.name, spec.system, OK, seconds=1.0, notes=notes)
+
+    lanes.run = run  # type: ignore[method-assign]
+    cells = plan_cells(WORKLOADS, ["compile"], SETTINGS)
+    report, left = lanes.go(cells)
+    assert lanes.given == [100.0, 100.0, 50.0, 50.0] and not left
+    assert not any(cell.notes for cell in report.cells)
+    lanes.given.clear()
+    lanes.go([replace(cell, cap_bytes=2**30) for cell in cells])
+    assert lanes.given == [100.0, 100.0]
 
 
 def test_what_would_not_end_in_time_is_left(tmp_path: Path) -> None:
