@@ -108,7 +108,7 @@ def bytes_read_more(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[s
         more = times * (sum(map(bytes_of, others)) - bytes_of(node))
         if all(user.op == "output" for user in node.users):
             more -= bytes_of(node)  # nor does the forward write it
-        apart = not all(map(is_fused, handed[node.name].users))
+        apart = not all(is_fused(n) and not is_view(n) for n in handed[node.name].users)
         found[node.name] = min(more, 0) if apart else max(more, 0)
     return found
 
@@ -126,17 +126,19 @@ def _passes(backward: fx.GraphModule) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in backward.graph.find_nodes(op="placeholder"):
         loops: set[int] = set()
-        seen: set[fx.Node] = {node}
-        stack = [node]
+        shown = {node}  # the node and views of it: these are read as they are
+        stack, seen = [node], {node}
         while stack:
             at = stack.pop()
             for user in at.users:
-                if is_elementwise(user):
-                    if user not in seen:
-                        seen.add(user)
-                        stack.append(user)
-                elif is_fused(user) or at is not node:  # else it is read as it is
-                    loops.add(rank[at])
+                if not is_elementwise(user):
+                    if is_fused(user) or at not in shown:
+                        loops.add(rank[at])
+                elif user not in seen:
+                    seen.add(user)
+                    stack.append(user)
+                    if at in shown and is_view(user):
+                        shown.add(user)
         found[node.name] = len(loops)
     return found
 

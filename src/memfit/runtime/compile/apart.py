@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import fx
 from torch._inductor import config as inductor_config
 
-from memfit.measure.fused import bytes_of, is_elementwise, is_fused
+from memfit.measure.fused import bytes_of, is_elementwise, is_fused, is_view
 
 # Inductor writes what reads more tensors than this (4) and is used twice. To make a normalised
 # value again takes a mean, a deviation, a weight and a bias beside it, which are small.
@@ -26,11 +26,11 @@ def make_apart(backward: fx.GraphModule, again: Collection[str]) -> int:
     """Give fused readers of what is made `again` operators of their own; how many were added."""
     added = 0
     for node in list(backward.graph.nodes):
-        fused = [user for user in node.users if is_fused(user)]
-        others = len(node.users) - len(fused)
-        if fused and others and _in_registers(node, again):
+        fused = [user for user in node.users if is_fused(user) and not is_view(user)]
+        others = len(node.users) - len(fused)  # or views, and whoever reads those
+        if fused and others and _in_registers(node, again) and not is_view(node):
             chain = _chain(node, again)
-            if _reads_less(node, chain):
+            if _reads_less(node, chain) and not any(map(_draws, chain)):
                 added += _copy(backward.graph, node, chain, fused)
     return added
 
@@ -42,6 +42,11 @@ def reading_more(added: int) -> AbstractContextManager[None]:
 
 def _in_registers(node: fx.Node, again: Collection[str]) -> bool:
     return node.name in again and is_elementwise(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether it makes random numbers, the same ones every time: that takes more than a read."""
+    return getattr(node.target, "_opname", "").startswith("inductor_rand")
 
 
 def _chain(node: fx.Node, again: Collection[str]) -> list[fx.Node]:

@@ -68,10 +68,18 @@ def test_fused_readers_get_the_operators_that_make_it() -> None:
         (aten.mm.default, aten.mm.default, {"inner", "active"}),  # no fused reader
         (aten.mul.Tensor, aten.mul.Tensor, {"inner", "active"}),  # none but fused ones
         (aten.mul.Tensor, aten.mm.default, set()),  # nothing is made again
+        (aten.expand_as.default, aten.mm.default, {"inner", "active"}),  # a view: of what, for whom
     ],
 )
 def test_others_are_left_as_they_are(reader: object, other: object, again: set[str]) -> None:
     assert make_apart(_backward(reader, other), again) == 0
+
+
+def test_random_numbers_are_read_rather_than_made_in_every_pass() -> None:
+    half = _backward(aten.mul.Tensor)
+    inner = next(n for n in half.graph.nodes if n.name == "inner")
+    inner.target = torch.ops.prims.inductor_random.default
+    assert make_apart(half, {"inner", "active"}) == 0
 
 
 def test_what_would_take_more_to_read_is_not_made_apart() -> None:
