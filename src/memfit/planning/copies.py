@@ -202,7 +202,13 @@ class Copies:
             at = returns[place[act.call]] - 1  # the mirrored call before whose backward it starts
             prefetch = mirrored[at] if at < len(mirrored) else len(calls)
             found.append(replace(act, release=leaves[act.call], prefetch=prefetch))
-        return tight if simulator.peak_bytes(found) > budget else tuple(found)
+        if simulator.peak_bytes(found) > budget:
+            return tight
+        # Points are set direction by direction: the way back may begin too late for what a long way
+        # out delays.
+        waits_s = self.traffic(simulator.loads(found), extra_s).stall_s
+        worse = waits_s > 0 and waits_s > self.traffic(loads, extra_s).stall_s
+        return tight if worse else tuple(found)
 
 
 def _least(room: np.ndarray, start: int, stop: int) -> float:
