@@ -10,16 +10,10 @@ an H200 that takes from half to all of what making its ReLUs again costs.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import fx
-from torch._inductor import config as inductor_config
 
 from memfit.measure.fused import bytes_of, is_elementwise, is_fused, is_view
-
-# Inductor writes what reads more tensors than this (4) and is used twice. To make a normalised
-# value again takes a mean, a deviation, a weight and a bias beside it, which are small.
-READS = 12
 
 
 def make_apart(backward: fx.GraphModule, again: Collection[str]) -> int:
@@ -33,11 +27,6 @@ def make_apart(backward: fx.GraphModule, again: Collection[str]) -> int:
             if _reads_less(node, chain) and not any(map(_draws, chain)):
                 added += _copy(backward.graph, node, chain, fused)
     return added
-
-
-def reading_more(added: int) -> AbstractContextManager[None]:
-    """While inductor compiles a backward with such operators: leave them in registers."""
-    return inductor_config.patch(realize_reads_threshold=READS) if added else nullcontext()
 
 
 def _in_registers(node: fx.Node, again: Collection[str]) -> bool:
@@ -71,7 +60,8 @@ def _reads_less(node: fx.Node, chain: list[fx.Node]) -> bool:
 def _copy(graph: fx.Graph, node: fx.Node, chain: list[fx.Node], readers: list[fx.Node]) -> int:
     """Copy the chain for the readers, just before the first of them."""
     copies: dict[fx.Node, fx.Node] = {}
-    first = next(n for n in graph.nodes if n in set(readers))
+    wanted = set(readers)
+    first = next(n for n in graph.nodes if n in wanted)
     with graph.inserting_before(first):
         for link in chain:
             copies[link] = graph.node_copy(link, lambda n: copies.get(n, n))

@@ -25,6 +25,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental import _config as symbol_config
@@ -35,7 +36,7 @@ from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
 from memfit.runtime.compile import partition
 from memfit.runtime.compile.ahead import Workers, looked_for
-from memfit.runtime.compile.apart import make_apart, reading_more
+from memfit.runtime.compile.apart import make_apart
 from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.dynamo_words import (
@@ -76,6 +77,9 @@ _AOT_SETTINGS = {
 _GRAPH_SETTINGS = _AOT_SETTINGS | {
     "donated_buffer": False,  # nothing is overwritten, so a graph may be retained
 }
+# Inductor writes what is used twice and reads more tensors than so many, 4 as a rule. To make a
+# normalised value again takes a mean, a deviation, a weight and a bias beside it, all small.
+_APART_SETTINGS = {"realize_reads_threshold": 12}
 _LIMIT_ERROR: type[Exception] = getattr(dynamo_errors, "FailOnRecompileLimitHit", NotAGraph)
 
 Boxed = Callable[[list[Any]], Any]
@@ -371,8 +375,8 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             compiled = _boxed(half)
         else:
             misses, begun = _cache_misses(), time.perf_counter()
-            apart = compilation.made_apart if backward else 0
-            with wait_before_reading_back(), reading_more(apart):
+            settings = _APART_SETTINGS if backward and compilation.made_apart else {}
+            with wait_before_reading_back(), inductor_config.patch(settings):
                 compiled = compile_fx_inner(half, inputs, **options)
             compilation.code_s += time.perf_counter() - begun
             if work in segments.made_ahead:
