@@ -4,7 +4,7 @@ What is made again for an operator that is not fused, such as a convolution, has
 Inductor has fused code read it back then, wherever else it is wanted: as the mask of a ReLU, in
 every pass over a batch norm's gradient. But what it is made of is read there anyway. So fused
 readers get elementwise operators of their own, which stay in registers: for a block of a ResNet on
-an H200 that takes from half to all of what making its ReLUs again costs.
+an H200 that saves from half to all of what making its ReLUs again costs.
 """
 
 from __future__ import annotations
