@@ -219,19 +219,23 @@ def _numbers(
 
 
 def _fit_that_runs_again(workload: Workload, *operators: str) -> Fitted:
-    """A fit near the smallest budget whose plan runs these operators again inside of segments.
+    """A fit whose plan runs these operators again inside of segments.
 
-    Which ones a plan takes depends on their measured seconds, so several budgets are tried.
+    It is planned as if each operator took a second and whole segments far longer: by measured
+    seconds, the plan would be another one on each machine and each time.
     """
-    smallest = memfit.plan(workload).minimum_feasible_bytes
-    seen = []
-    for share in (1.05, 1.03, 1.08, 1.02, 1.12):
-        fitted = memfit.fit_workload(workload, int(share * smallest), steps=1)
-        seen.append(" ".join(_run_again(fitted)))
-        if all(operator in seen[-1] for operator in operators):
-            return fitted
-        fitted.undo()
-    raise AssertionError(f"no plan runs {operators} again: {seen}")
+    measured = memfit.profile(workload)
+    graphs = (
+        replace(graph, nodes=tuple(replace(node, seconds=1.0) for node in graph.nodes))
+        for graph in measured.graphs
+    )
+    calls = (replace(call, recompute_s=100.0) for call in measured.call_times)
+    priced = replace(measured, graphs=tuple(graphs), call_times=tuple(calls))
+    plan = memfit.plan(priced, "60%")
+    fitted = memfit.fit_workload(workload, plan=plan, profiled=measured, steps=1)
+    seen = " ".join(_run_again(fitted))
+    assert all(operator in seen for operator in operators), f"only {seen} run again"
+    return fitted
 
 
 def _run_again(fitted: Fitted) -> set[str]:
