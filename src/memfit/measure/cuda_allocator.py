@@ -55,15 +55,20 @@ def _give_back_fixed_segments(device: torch.device) -> None:
 
 
 def allocator_start(device: torch.device) -> AllocatorStart | None:
-    """What the allocator holds now, caches emptied; None if it does not use one growing segment."""
+    """What the allocator holds now, caches emptied; None if it does not use one growing segment.
+
+    Free blocks of other streams and of captured graphs are held, but nobody here is given them.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     layouts: dict[str, list[Placed]] = {"small": [], "large": []}
     holes: list[int] = []
+    stream = torch.cuda.current_stream(device).cuda_stream
     for segment in torch.cuda.memory_snapshot():
-        if segment["device"] != device.index:
+        pool = tuple(segment.get("segment_pool_id", _SHARED_POOL))
+        if (segment["device"], segment["stream"], pool) != (device.index, stream, _SHARED_POOL):
             continue
         for block in segment["blocks"]:
             free = block["state"] == "inactive"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from traceback import walk_tb
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -105,13 +106,18 @@ def ended_by(error: BaseException, workload: Workload, stages: Stages) -> OutOfM
 def place_in_step(error: BaseException, model: torch.nn.Module) -> str:
     """The phase of the step and the innermost module in which an error was raised, in words.
 
-    They are read off the frames it came through; code that was compiled has none.
+    They are read off the frames it came through; code that was compiled has none. Frames that still
+    run say nothing: whoever handles the error is one of them, and what is read of it would hold the
+    error, and with it all that the step held, for as long as the garbage is not collected.
     """
     while error.__cause__ is not None:
         error = error.__cause__
     names = {id(module): name for name, module in model.named_modules()}
     phase = module = ""
+    running = {id(frame) for frame, _ in walk_stack(sys._getframe())}
     for frame, _ in walk_tb(error.__traceback__):
+        if id(frame) in running:
+            continue
         owner = frame.f_locals.get("self")
         if frame.f_code is Workload.compute_loss.__code__:
             phase = phase or "forward"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import DeviceMemoryError
-from memfit.measure.ran_out import Stages, place_in_step, told_how_far
+from memfit.measure.ran_out import Stages, ended_by, place_in_step, told_how_far
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB."
 
@@ -121,6 +123,26 @@ def test_other_errors_stay_as_they_are(error: BaseException) -> None:
 
 def test_an_error_outside_of_any_step_has_no_place() -> None:
     assert place_in_step(ValueError("never raised"), nn.Linear(1, 1)) == ""
+
+
+def test_what_the_failed_step_held_is_free_once_the_error_is_handled() -> None:
+    workload = failing("forward")
+    held: list[weakref.ref[torch.Tensor]] = []
+    workload.model[1].register_forward_hook(lambda *call: held.append(weakref.ref(call[-1])))
+
+    def handled() -> str:
+        try:
+            workload.compute_loss()
+        except torch.OutOfMemoryError as error:
+            return ended_by(error, workload, Stages()).words
+        return ""
+
+    gc.disable()  # free at once, not when the garbage is collected
+    try:
+        assert "in forward at 2" in handled()
+        assert [reference() for reference in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_stages_are_told_and_kept() -> None:

@@ -7,6 +7,7 @@ first fit; neighbouring free ones become one again.
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import sys
@@ -143,21 +144,13 @@ class Arena:
 
     def take(self, size: int) -> Slot:
         """A slot of `size` bytes; HostMemoryError when there is no room."""
-        assert not self._closed, "the arena is closed"
-        wanted = _rounded(size)
-        with self._lock:
-            self._take_back()
-            found = self._find(wanted)
-            if found is None and self._used + wanted <= self.grows_until:
-                self._chunks.append(_Chunk(wanted, self.pinned))
-                found = self._find(wanted)
-            if found is None:
-                raise self._full(wanted)
-            number, free = found
-            self._used += wanted
-            self._highest = max(self._highest, self._used)
-            view = self._chunks[number].memory[free.start : free.start + size]
-            return Slot(view, free.after, None, number, free.start, free.stop)
+        slot = self._take(size)
+        if slot is None:
+            gc.collect()  # a step that failed may hold slots as garbage
+            slot = self._take(size)
+        if slot is None:
+            raise self._full(_rounded(size))
+        return slot
 
     def give(self, slot: Slot, after: Token | None) -> None:
         """Free a slot; `after` is the copy that may still read it."""
@@ -184,6 +177,23 @@ class Arena:
         # Bound beforehand: at the end of a process the modules' names are gone.
         if hasattr(self, "_closed") and not is_finalizing():
             self.close()
+
+    def _take(self, size: int) -> Slot | None:
+        assert not self._closed, "the arena is closed"
+        wanted = _rounded(size)
+        with self._lock:
+            self._take_back()
+            found = self._find(wanted)
+            if found is None and self._used + wanted <= self.grows_until:
+                self._chunks.append(_Chunk(wanted, self.pinned))
+                found = self._find(wanted)
+            if found is None:
+                return None
+            number, free = found
+            self._used += wanted
+            self._highest = max(self._highest, self._used)
+            view = self._chunks[number].memory[free.start : free.start + size]
+            return Slot(view, free.after, None, number, free.start, free.stop)
 
     def _find(self, size: int) -> tuple[int, _Free] | None:
         """The first free piece of this size, and the number of its chunk."""

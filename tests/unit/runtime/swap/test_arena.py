@@ -74,6 +74,27 @@ def test_a_full_arena_says_what_is_missing() -> None:
     assert error.value.exit_code == 4
 
 
+def test_slots_that_garbage_holds_are_not_missing() -> None:
+    arena = Arena(2 * GRAIN, pinned=False)
+
+    class Failed:
+        """A step whose error refers to itself, as errors with their frames do."""
+
+        def __init__(self) -> None:
+            self.itself, self.slot = self, arena.take(2 * GRAIN)
+
+        def __del__(self) -> None:
+            arena.give(self.slot, None)
+
+    gc.disable()
+    try:
+        Failed()
+        assert arena.used_bytes == 2 * GRAIN
+        assert arena.take(2 * GRAIN).view.numel() == 2 * GRAIN
+    finally:
+        gc.enable()
+
+
 def test_growing_adds_a_chunk() -> None:
     arena = Arena(0, pinned=False)
     with pytest.raises(HostMemoryError):
