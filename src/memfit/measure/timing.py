@@ -14,6 +14,7 @@ import torch
 from memfit.measure.turns import alone
 
 STEADY = 0.005  # times that lie so near to each other, as a share of them, are certain enough
+SHORT_S = 0.2  # a work below this is timed behind one of its own kind
 # For how long the device is kept busy, at 1 to 2 a nanosecond: longer when that was too short.
 _BUSY_CYCLES = (2_000_000, 20_000_000)
 _HOST_WARMUP, _HOST_ROUNDS = 3, 5
@@ -97,23 +98,30 @@ def time_interleaved(
     """Time each work once a round, in turn, in three rounds or more, every other one backwards.
 
     What one leaves behind, such as free memory in pieces, is then not always met by the same next
-    one. Stop early after `limit_s`, and where the seconds of each work lie within the share
-    `steady` of their median: more rounds would tell the same.
+    one. A short work is timed right behind another run of it, as steps of training follow each
+    other: after another work the caches of the processor and of Python are cold, and a host that
+    is ahead of the device in training would not be. Stop early after `limit_s`, and where the
+    seconds of each work lie within the share `steady` of their median: more rounds would tell the
+    same.
     """
     clock = Clock(device)
     samples: dict[str, list[float]] = {name: [] for name in works}
+    latest_s: dict[str, float] = {}
     begun = time.perf_counter()
     for number in range(warmup + rounds):
         for name, work in list(works.items())[:: -1 if number % 2 else 1]:
             inside = work if isinstance(work, Inside) else Inside(nullcontext, work)
             with inside.around():
                 clock.settle()
+                if latest_s.get(name, SHORT_S) < SHORT_S:
+                    inside.work()
                 start = clock.now()
                 inside.work()
                 stop = clock.now()
                 clock.settle()
+            latest_s[name] = clock.seconds(start, stop)
             if number >= warmup:
-                samples[name].append(clock.seconds(start, stop))
+                samples[name].append(latest_s[name])
         if number < warmup + 2:
             continue
         if time.perf_counter() - begun > limit_s:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from memfit.measure.call_times import CallClock, medians
-from memfit.measure.timing import Clock, Inside, summarise, time_interleaved
+from memfit.measure.timing import SHORT_S, Clock, Inside, summarise, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def test_works_take_turns_and_warm_up_is_not_counted() -> None:
     order: list[str] = []
     works = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
     times = time_interleaved(works, CPU, rounds=3, warmup=2)
-    assert order == [*"ab", *"ba", *"ab", *"ba", *"ab"]
+    assert order == [*"ab", *"bbaa", *"aabb", *"bbaa", *"aabb"]  # twice once known to be short
     assert {name: len(t.samples) for name, t in times.items()} == {"a": 3, "b": 3}
 
 
@@ -44,8 +45,33 @@ def test_entering_and_leaving_a_context_is_not_timed() -> None:
     work = Inside(around, lambda: order.append("work"))
     timing = time_interleaved({"a": work}, CPU, rounds=2, warmup=0)["a"]
     work()
-    assert order == ["in", "work", "out"] * 3
+    assert order == [*("in", "work", "out"), *("in", "work", "work", "out"), *("in", "work", "out")]
     assert max(timing.samples) < 0.05
+
+
+def test_a_short_work_is_timed_after_one_of_its_own_kind() -> None:
+    latest = ""
+
+    def switching(name: str, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            nonlocal latest
+            time.sleep(seconds if latest == name else seconds + 0.02)
+            latest = name
+
+        return work
+
+    works = {"a": switching("a", 0.002), "b": switching("b", 0.001)}
+    times = time_interleaved(works, CPU, rounds=3)
+    assert all(timing.median_s < 0.02 for timing in times.values())
+    order: list[str] = []
+    long = {name: partial(_slept, order, name) for name in "ab"}
+    time_interleaved(long, CPU, rounds=3, limit_s=0.0)
+    assert order == [*"ab", *"ba", *"ab", *"ba"]  # a long one is not run once more
+
+
+def _slept(order: list[str], name: str) -> None:
+    order.append(name)
+    time.sleep(SHORT_S)
 
 
 def test_a_limit_stops_after_three_rounds() -> None:
