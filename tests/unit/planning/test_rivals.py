@@ -110,3 +110,19 @@ def test_a_strategy_is_asked_for_less_than_what_is_known(chain: Build) -> None:
     assert found is not None and seconds(simulator, found) <= known_s
     assert asked[0] == ("optimal", float("inf"))
     assert len(asked) > 5 and all(enough_s <= known_s for _, enough_s in asked[1:])
+
+
+def test_where_nothing_holds_the_slowest_strategy_is_not_asked(chain: Build) -> None:
+    profile = _with_copies(chain(5), 1e9)
+    simulator = Simulator(profile, techniques=BOTH)
+    asked: list[str] = []
+
+    def choose(_: Simulator, strategy: str, *__: float) -> Choice | None:
+        asked.append(strategy)
+        return None
+
+    least = profile.graph.static_bytes
+    assert fastest_of_rivals(simulator, Request(least, float("inf")), choose) is None
+    assert {"swap", "all", "optimal"} <= {*asked} and "mutwo" not in asked
+    fastest_of_rivals(simulator, Request(simulator.peak_bytes([]), float("inf")), choose)
+    assert "mutwo" in asked
