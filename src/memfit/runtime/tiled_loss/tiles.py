@@ -25,10 +25,18 @@ def row_stride(vocab: int) -> int:
 def rows_per_tile(
     rows: int, vocab: int, dtype: torch.dtype, *, tile_bytes: int = TILE_BYTES, compiled: bool
 ) -> int:
-    """Rows of a tile whose logits of `dtype` take about `tile_bytes`; one at least."""
+    """Rows of a tile whose logits of `dtype` take `tile_bytes` at most; one at least.
+
+    Tiles are about equal: compiled code works on all rows of the last one, whether there or not.
+    """
     if tile_bytes < 1:
         raise UsageError(f"tile_bytes is {tile_bytes}", hint="give a tile a positive size in bytes")
     fitting = tile_bytes // (row_stride(vocab) * bytes_per_logit(dtype, compiled))
     if fitting > _ROW_GRAIN:
         fitting -= fitting % _ROW_GRAIN
-    return max(1, min(rows, fitting))
+    fitting = max(1, fitting)
+    tiles = max(1, -(-rows // fitting))
+    equal = -(-rows // tiles)
+    if equal > _ROW_GRAIN:
+        equal += -equal % _ROW_GRAIN
+    return max(1, min(rows, fitting, equal))

@@ -89,6 +89,17 @@ def test_a_tile_has_one_row_at_least_and_all_at_most() -> None:
         rows_per_tile(100, 10, torch.float32, tile_bytes=0, compiled=False)
 
 
+@pytest.mark.parametrize("rows", [1, 100, 2560, 2561, 8184, 8192, 10**5])
+def test_tiles_are_about_equal(rows: int) -> None:
+    tile = rows_per_tile(rows, 50257, torch.bfloat16, compiled=True)
+    most = rows_per_tile(10**9, 50257, torch.bfloat16, compiled=True)
+    assert most == 2560 and tile <= most
+    tiles = -(-rows // tile)
+    assert tiles == -(-rows // most)  # no more than there have to be
+    assert tiles * tile - rows < 128 * tiles
+    assert tile == rows if tiles == 1 else tile % 128 == 0
+
+
 def test_rows_begin_at_whole_multiples() -> None:
     assert [row_stride(vocab) for vocab in (1, 64, 50257)] == [64, 64, 50304]
 
