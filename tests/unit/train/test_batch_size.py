@@ -169,6 +169,19 @@ def test_a_small_size_is_not_missed_by_one() -> None:
     assert [t.size for t in trials] == [2, 8, 9]
 
 
+def test_an_allocator_that_fills_the_cap_does_not_hide_a_larger_size() -> None:
+    """It holds a tenth more than is live as long as the cap lets it, and then gives it back."""
+    budget = 8060 * MIB
+
+    def filling(live: int) -> int:
+        return max(live, min(live + live // 10, budget))
+
+    run = machine(lambda n: 2000 * MIB + 650 * MIB * n, budget, reserved=filling)
+    trials = search(run, budget, MAX_SIZE)
+    assert largest_of(trials) == brute_force(run) == 9
+    assert [t.size for t in trials] == [2, 8, 9]
+
+
 def test_no_size_is_run_twice_and_none_is_above_the_limit() -> None:
     for limit in (1, 2, 3, 9, 50):
         trials = search(machine(SERIES["linear"], 10**15), 10**15, limit)

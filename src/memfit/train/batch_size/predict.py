@@ -50,8 +50,12 @@ def next_size(trials: Sequence[BatchTrial], budget_bytes: int, max_size: int) ->
     if predicted > WORTH_A_RUN * held:
         return predicted
     more = held + 1
-    nearly = predicted_bytes(trials, more) <= NEARLY * budget_bytes
-    return more if nearly and WORTH_A_RUN * held < more <= max_size else None
+    # Under a cap the allocator may hold more than it needs: what is live says what might do.
+    may_hold = (
+        predicted_bytes(trials, more) <= NEARLY * budget_bytes
+        or live_bytes(trials, more) <= budget_bytes
+    )
+    return more if may_hold and WORTH_A_RUN * held < more <= max_size else None
 
 
 def largest_size(
@@ -70,15 +74,26 @@ def largest_size(
 
 def predicted_bytes(trials: Sequence[BatchTrial], size: int, *, straight: bool = False) -> int:
     """The bytes that count against a budget, for a batch of this size."""
-    ran = sorted((t for t in trials if t.peak_bytes is not None), key=lambda t: t.size)
-    assert ran, "nothing was measured"
-    backward = [(t.size, t.backward_peak_bytes or 0) for t in ran]
-    whole = [(t.size, t.peak_bytes or 0) for t in ran]
-    grown = (extrapolate if straight else _curve)(backward, size)
-    live = max(grown, extrapolate(whole, size))
+    ran = _measured(trials)
+    live = live_bytes(trials, size, straight=straight)
     # What the allocator holds beyond live bytes grows at most as they do.
     last = max((t for t in ran if t.holds), key=lambda t: t.size, default=ran[-1])
     return math.ceil(live * (last.peak_reserved_bytes or 0) / (last.peak_bytes or 1))
+
+
+def live_bytes(trials: Sequence[BatchTrial], size: int, *, straight: bool = False) -> float:
+    """The live bytes of a batch of this size."""
+    ran = _measured(trials)
+    backward = [(t.size, t.backward_peak_bytes or 0) for t in ran]
+    whole = [(t.size, t.peak_bytes or 0) for t in ran]
+    grown = (extrapolate if straight else _curve)(backward, size)
+    return max(grown, extrapolate(whole, size))
+
+
+def _measured(trials: Sequence[BatchTrial]) -> list[BatchTrial]:
+    ran = sorted((t for t in trials if t.peak_bytes is not None), key=lambda t: t.size)
+    assert ran, "nothing was measured"
+    return ran
 
 
 def extrapolate(points: Sequence[Point], size: int) -> float:
