@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +42,7 @@ ELSEWHERE_TOLERANCE = 1e-5  # the same, where the CPU steps, which rounds otherw
 SMALL = 1e-3  # of the largest gradient: smaller ones are measured by this
 STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
-_COPIES_OF_GRADIENTS = 5  # there at once when two runs on the device are compared with a third
+_COPIES = 5  # there at once when two runs on the device are compared with a third
 log = logging.getLogger(__name__)
 
 
@@ -215,9 +215,10 @@ def check_parameters(
                 loss = run_first_steps(workload, steps, accumulate=accumulate)
             assert loss is not None
             model = workload.model
+            home = _home(workload.device, model.parameters())
             return Numbers(
                 loss.cpu(),
-                {n: _host(p) for n, p in model.named_parameters()},
+                {n: _copy(p, home) for n, p in model.named_parameters()},
                 {n: _host(b) for n, b in model.named_buffers()},
             )
 
@@ -393,21 +394,21 @@ def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = Fal
             if is_out_of_memory(error):
                 drop_gradients(workload)
             raise
-        model, home = workload.model, _home(workload)
+        model = workload.model
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        home = _home(workload.device, gradients.values())
         return Numbers(
             loss.detach().cpu(),
-            {n: _copy(p.grad, home) for n, p in model.named_parameters() if p.grad is not None},
+            {n: _copy(gradient, home) for n, gradient in gradients.items()},
             {n: _host(b) for n, b in model.named_buffers()},
         )
 
 
-def _home(workload: Workload) -> torch.device:
-    """Where copies of the gradients go: to the host if they might be in a later step's way."""
-    device = workload.device
+def _home(device: torch.device, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where copies of these go: to the host if they might be in a later step's way."""
     if device.type == "cuda":
-        gradients = sum(p.grad.nbytes for p in workload.model.parameters() if p.grad is not None)
         spare = cuda_capacity(device) - torch.cuda.max_memory_reserved(device)
-        if spare > _COPIES_OF_GRADIENTS * gradients:
+        if spare > _COPIES * sum(tensor.nbytes for tensor in tensors):
             return device
     return torch.device("cpu")
 
