@@ -34,6 +34,7 @@ Row = dict[str, Any]
 # Not compared: of the same GPU and torch, other drivers and host machines may go on with a file.
 SAME = ("gpu", "torch", "clock")
 TINY_S = 5.0  # of a unit with a tiny model
+_BEGUN = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def run_units(
         if arguments.estimate or (limit_s is not None and passed + expected > limit_s):
             left.append((expected, unit))
             continue
-        say(f"{passed:5.0f} s  {unit.label} (about {expected:.0f} s)")
+        say(f"{unit.label} (about {expected:.0f} s)")
         start = time.monotonic()
         unit.rows[unit.key] = _tried(unit)
         report["seconds"][unit.label] = round(time.monotonic() - start, 1)
@@ -185,8 +186,8 @@ def save_report(path: Path, report: Report, table: str) -> None:
 
 
 def say(text: str) -> None:
-    """Tell how far a run has come, apart from its results."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell how far a run has come and after how long, apart from its results."""
+    print(f"{time.monotonic() - _BEGUN:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 def heading(title: str, report: Report) -> list[str]:
