@@ -18,6 +18,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.device import device_facts
+from memfit.measure.garbage import only_new_garbage
 from memfit.measure.kept_copies import reused
 from memfit.measure.ran_out import Stages, told_how_far
 from memfit.planning.budget import check_budget_text, resolve_budget
@@ -45,6 +46,7 @@ Progress = Callable[[str], None]
 EXECUTORS = ("graph", "inductor", "module")
 
 
+@only_new_garbage()
 def profile(
     workload: Workload,
     *,
@@ -198,6 +200,7 @@ def fit(
 
 
 @reused()
+@only_new_garbage()
 def fit_workload(
     workload: Workload,
     budget: str | int | None = "auto",

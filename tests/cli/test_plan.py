@@ -115,6 +115,15 @@ def test_sweep_is_ascending_in_budget_and_never_slower(memfit, tiny):
     assert rows[-1]["num_recomputed"] == 0
 
 
+def test_a_sweep_of_what_is_tried_for_one_budget_is_refused_before_anything_is_measured(
+    memfit, monkeypatch
+):
+    monkeypatch.setattr("memfit.api.profile", None)  # nobody is to call it
+    result = memfit("plan", "encoder", "--sweep", "--allow", "+tiled_loss")
+    assert result.exit_code == 2
+    assert "tiled_loss is tried for one budget" in result.stderr and "hint:" in result.stderr
+
+
 def test_sweep_table_and_comparison_of_strategies(memfit, tiny):
     result = memfit("plan", *tiny, "--sweep", "--strategy", "optimal,ratio,none")
     assert result.exit_code == 0, result.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -285,13 +284,6 @@ def workload(
     torch.manual_seed(0)
     built = model()
     return Workload(built, loss, optimizer(built.parameters(), lr=0.01), batch())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_garbage() -> None:
-    """Every recording collects garbage first: let it not look through all imports each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

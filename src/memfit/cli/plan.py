@@ -105,7 +105,6 @@ def plan(
         )
         session.progress("planning")
         if sweep:
-            goal.refuse_step_techniques()
             _show_sweep(session, what, profile, goal)
         else:
             made = api.plan(
@@ -127,6 +126,7 @@ def _check(goal: GoalOptions, sweep: bool, files: Mapping[str, Path | None]) -> 
                 f"--sweep goes over many budgets: {', '.join(extra)} is for one plan",
                 hint="leave out one of them; --json prints a sweep as data",
             )
+        goal.refuse_step_techniques()
     elif not goal.aims:
         raise UsageError(
             "there is no budget to plan for",
