@@ -15,13 +15,12 @@ from memfit.planning.techniques import OPTIMIZER, ROUNDED_STATE
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import part_of
-from memfit.verify.numerics import (
+from memfit.verify.numerics import check_numerics, check_split
+from memfit.verify.parameters import (
     APPROXIMATE_TOLERANCE,
     ELSEWHERE_TOLERANCE,
     STEPS,
-    check_numerics,
     check_parameters,
-    check_split,
 )
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
@@ -100,18 +99,22 @@ def _with_parameters(
     elsewhere = "step_on_host" in planned.plan.setup
     plain = Applied(planned.plan, workload.model, setup)
     stepped = check_parameters(workload, planned, plain, 1 if elsewhere else STEPS, accumulate)
-    equal, apart = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff
-    tolerance = ELSEWHERE_TOLERANCE if elsewhere else 0.0
-    if {*ROUNDED_STATE} & {*planned.plan.setup}:
-        tolerance = APPROXIMATE_TOLERANCE
-    said = "the same as" if equal else f"{apart:.2g} of their largest from those"
-    notes = [numerics.note, f"parameters are {said} after plain optimizer steps", stepped.note]
+    equal, apart, agree = stepped.bitwise_vs_unplanned, stepped.grad_max_rel_diff, stepped.agree
+    note = stepped.note
+    if stepped.repeatable:
+        tolerance = ELSEWHERE_TOLERANCE if elsewhere else 0.0
+        if {*ROUNDED_STATE} & {*planned.plan.setup}:
+            tolerance = APPROXIMATE_TOLERANCE
+        agree = agree or apart <= tolerance
+        said = "the same as" if equal else f"{apart:.2g} of their largest from those"
+        note = f"parameters are {said} after plain optimizer steps"
+        numerics = replace(numerics, grad_max_rel_diff=max(numerics.grad_max_rel_diff, apart))
     return replace(
         numerics,
         bitwise_vs_unplanned=numerics.bitwise_vs_unplanned and equal,
-        grad_max_rel_diff=max(numerics.grad_max_rel_diff, apart),
-        agree=numerics.agree and (stepped.agree or apart <= tolerance),
-        note="; ".join(note for note in notes if note),
+        agree=numerics.agree and agree,
+        repeatable=numerics.repeatable or not agree,  # these could be compared, and are others
+        note=f"{numerics.note}; {note}" if numerics.note else note,
     )
 
 

@@ -21,7 +21,6 @@ from memfit.measure.step import (
     drop_gradients,
     is_out_of_memory,
     run_backward,
-    run_first_steps,
     untouched,
 )
 from memfit.runtime.apply import Applied
@@ -36,11 +35,8 @@ RANDOM_TOLERANCE = 5e-2
 ROUNDING = 1e-6  # of float32, beside which a factor of two means nothing
 REORDERED_TOLERANCE = 1e-2  # of all gradients' length; bf16 takes up most of it
 INT8_TOLERANCE = 1e-1  # of all gradients' length, where frozen weights are rounded to 8 bits
-APPROXIMATE_TOLERANCE = 1e-2  # of a parameter's largest, where optimizer state is rounded
 EAGER_TOLERANCE = 0.1  # of a gradient's largest, of the same operators run as captured graphs
-ELSEWHERE_TOLERANCE = 1e-5  # the same, where the CPU steps, which rounds otherwise than the device
 SMALL = 1e-3  # of the largest gradient: smaller ones are measured by this
-STEPS = 2  # after which parameters are compared
 REPEATS = 3  # that show whether a step repeats itself
 _COPIES = 5  # there at once when two runs on the device are compared with a third
 log = logging.getLogger(__name__)
@@ -53,6 +49,18 @@ class Numbers:
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+
+    @classmethod
+    def copied(
+        cls, workload: Workload, loss: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> Numbers:
+        """Copies of a loss, of gradients or what is compared in their place, and of all buffers."""
+        home = _home(workload.device, tensors.values())
+        return cls(
+            loss.detach().cpu(),
+            {n: _copy(tensor, home) for n, tensor in tensors.items()},
+            {n: _host(b) for n, b in workload.model.named_buffers()},
+        )
 
 
 def check_numerics(
@@ -196,43 +204,6 @@ def _near(
     note = f"{why}: all gradients together are {apart:.2g} of their length from the unplanned ones"
     note = f"{result.note}; {note}" if result.note else note
     return replace(result, agree=apart <= tolerance, note=note)
-
-
-def check_parameters(
-    workload: Workload, planned: Applied, plain: Applied, steps: int = STEPS, accumulate: int = 1
-) -> Numerics:
-    """Compare parameters and buffers after some steps, with and without the set-up's optimizer.
-
-    Adam makes the noise of a step that does not repeat itself as large as its updates, so plain
-    steps that differ from themselves are the measure then. For the same reason an optimizer that
-    rounds otherwise is compared after one step, for which all gradients are the same. Steps that a
-    GradScaler skips do not count.
-    """
-
-    def after(applied: Applied) -> Numbers:
-        with untouched(workload, unmeasured=True):
-            with applied:
-                loss = run_first_steps(workload, steps, accumulate=accumulate)
-            assert loss is not None
-            model = workload.model
-            home = _home(workload.device, model.parameters())
-            return Numbers(
-                loss.cpu(),
-                {n: _copy(p, home) for n, p in model.named_parameters()},
-                {n: _host(b) for n, b in model.named_buffers()},
-            )
-
-    expected = after(plain)
-    result = compare(expected, after(planned))
-    if result.bitwise_vs_unplanned:
-        return result
-    itself = compare(expected, after(plain))
-    if itself.bitwise_vs_unplanned:
-        return result
-    apart = itself.grad_max_rel_diff
-    note = f"plain steps do not repeat themselves: two runs are {apart:.2g} apart"
-    agree = result.grad_max_rel_diff <= 2 * apart
-    return replace(result, agree=agree, repeatable=False, note=note)
 
 
 def check_split(workload: Workload, planned: Applied, result: Numerics) -> Numerics:
@@ -394,14 +365,9 @@ def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = Fal
             if is_out_of_memory(error):
                 drop_gradients(workload)
             raise
-        model = workload.model
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        home = _home(workload.device, gradients.values())
-        return Numbers(
-            loss.detach().cpu(),
-            {n: _copy(gradient, home) for n, gradient in gradients.items()},
-            {n: _host(b) for n, b in model.named_buffers()},
-        )
+        parameters = workload.model.named_parameters()
+        gradients = {n: p.grad for n, p in parameters if p.grad is not None}
+        return Numbers.copied(workload, loss, gradients)
 
 
 def _home(device: torch.device, tensors: Iterable[torch.Tensor]) -> torch.device:

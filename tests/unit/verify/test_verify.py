@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from memfit.verify.numerics import (
     SMALL,
     Numbers,
     check_numerics,
-    check_parameters,
     compare,
     gradient_error,
 )
@@ -62,38 +60,6 @@ def test_a_replay_with_other_random_numbers_is_noticed(
     assert numerics.grad_max_rel_diff > 1e-3
     assert numerics.loss_max_abs_diff == 0.0, "the forward is right, only gradients are wrong"
     assert numerics.repeatable and numerics.note is None, "the model itself repeats"
-
-
-class _Hotter:
-    """Something at work that changes the optimizer."""
-
-    def __init__(self, workload: Workload, factor: float) -> None:
-        self.group, self.factor = workload.optimizer.param_groups[0], factor
-
-    def __enter__(self) -> None:
-        self.group["lr"] *= self.factor
-
-    def __exit__(self, *_: object) -> None:
-        self.group["lr"] /= self.factor
-
-
-def test_another_optimizer_step_is_noticed(zoo: SimpleNamespace) -> None:
-    workload = zoo.workload(zoo.Stack)
-    same, other = _Hotter(workload, 1.0), _Hotter(workload, 2.0)
-    assert check_parameters(workload, same, same).bitwise_vs_unplanned  # type: ignore[arg-type]
-    found = check_parameters(workload, other, same)  # type: ignore[arg-type]
-    assert not found.agree and found.repeatable and found.note is None
-
-
-def test_steps_that_do_not_repeat_themselves_are_their_own_measure(zoo: SimpleNamespace) -> None:
-    workload = zoo.workload(zoo.Stack)
-    loss_fn, runs = workload.loss_fn, itertools.count()
-    flips = (1.0, 1.0, -1.0, 1.0, 1.0, -1.0)  # two steps of each run, signs that Adam will follow
-    workload.loss_fn = lambda *given: loss_fn(*given) * flips[next(runs)]
-    same = _Hotter(workload, 1.0)
-    found = check_parameters(workload, same, same)  # type: ignore[arg-type]
-    assert found.agree and not found.repeatable and not found.bitwise_vs_unplanned
-    assert "plain steps do not repeat themselves" in str(found.note)
 
 
 def test_statistics_updated_twice_are_noticed(
