@@ -44,6 +44,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage() -> None:
+    """Nothing is frozen, as it is elsewhere: what failed tests leave has memory on the device."""
+
+
 @pytest.fixture(autouse=True)
 def pages_of_its_own() -> None:
     """A test's model must not lie scattered over what earlier ones left: it is there all along.

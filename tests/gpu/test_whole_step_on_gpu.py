@@ -19,6 +19,7 @@ from memfit.planning.techniques import APPROXIMATE, STEP
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
 from memfit.targets import resolve_target
+from memfit.verify.parameters import check_parameters
 from memfit.workload import Workload
 
 SIZES = {"n_layer": "4", "n_embd": "256", "n_head": "4", "vocab_size": "20000"}
@@ -110,6 +111,28 @@ def test_training_goes_on_as_without_it(names: tuple[str, ...]) -> None:
     actual = trained(Setup(names, workload.model, workload.optimizer, MODULES, 4 * MIB, kept))
     apart = max(_apart(a, b) for a, b in zip(expected, actual, strict=True))
     assert apart <= (5e-3 if "tiled_loss" in names else 2 * itself)
+
+
+class _Hotter:
+    """Something at work that steps by another learning rate."""
+
+    def __init__(self, workload: Workload, factor: float) -> None:
+        self.group, self.factor = workload.optimizer.param_groups[0], factor
+
+    def __enter__(self) -> None:
+        self.group["lr"] *= self.factor
+
+    def __exit__(self, *_: object) -> None:
+        self.group["lr"] /= self.factor
+
+
+@pytest.mark.parametrize(("factor", "agree"), [(1.0, True), (0.5, False), (2.0, False)])
+def test_another_optimizer_is_told_from_the_noise_of_the_device(factor: float, agree: bool) -> None:
+    workload = gpt2()
+    planned, plain = _Hotter(workload, factor), _Hotter(workload, 1.0)
+    found = check_parameters(workload, planned, plain)  # type: ignore[arg-type]
+    print(found.note)
+    assert (found.agree or found.bitwise_vs_unplanned) == agree, found.note
 
 
 @pytest.mark.parametrize("others", [(), ("step_in_backward",)])
