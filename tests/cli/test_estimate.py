@@ -30,6 +30,7 @@ def test_a_step_that_does_not_fit_is_exit_code_1(memfit, tiny):
     result = memfit("estimate", *without_device(tiny), "--budget", "1MiB")
     assert result.exit_code == 1
     assert "1.00 MiB" in result.stdout
+    assert "headroom counts 3% more" in result.stdout
 
 
 def test_parameters_alone_too_large_are_no_matter_for_a_plan(memfit, tiny):

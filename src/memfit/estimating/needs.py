@@ -21,9 +21,12 @@ def needs_of(history: History, largest_parameters: int) -> Needs:
     state = parts["optimizer_state"]
     on_host = recomputed - state
     stepped = on_host - parts["gradients"]
+    on_host_bytes = int(on_host[made].max())
+    stepped_bytes = int(stepped[made].max()) + STEPPED_COPIES * largest_parameters
     return Needs(
         plain_bytes=int(history.total.max()),
         recompute_bytes=int(recomputed.max()),
-        optimizer_on_host_bytes=int(on_host[made].max()),
-        step_in_backward_bytes=int(stepped[made].max()) + STEPPED_COPIES * largest_parameters,
+        optimizer_on_host_bytes=on_host_bytes,
+        # Where the peak lies before there are gradients, nobody has to step in backward.
+        step_in_backward_bytes=min(on_host_bytes, stepped_bytes),
     )

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.ir.estimate import WAYS, CardEstimate, Estimate, SegmentEstimate
+from memfit.ir.estimate import UNUSED_SHARE, WAYS, CardEstimate, Estimate, SegmentEstimate
 from memfit.report.terminal import category_table, columns, facts, headline, note_lines, span_name
 from memfit.units import format_bytes, format_seconds
 
@@ -44,6 +44,7 @@ def _facts(estimate: Estimate) -> list[tuple[str, str | Text]]:
     return [
         ("static", f"{format_bytes(estimate.static_bytes)}, weights to optimizer state {state}"),
         ("needs", f"{', '.join(needs)}: all but plain are bounds, not plans"),
+        ("room", f"headroom counts {UNUSED_SHARE:.0%} more, which the allocator leaves unused"),
         ("work", f"{estimate.flops / 1e12:.2f} TFLOP, {format_bytes(estimate.moved_bytes)} moved"),
     ]
 

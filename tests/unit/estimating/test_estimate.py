@@ -111,6 +111,12 @@ def test_categories_sum_to_the_peak_and_ways_need_ever_less(small: Estimate) -> 
     assert small.flops > 0 and small.moved_bytes > small.peak_bytes
 
 
+def test_no_way_needs_more_than_the_one_before_where_logits_are_the_peak() -> None:
+    large = estimate("encoder", batch=8, seq=64, overrides=SMALL | {"vocab_size": "20000"})
+    sizes = large.needs.in_order()
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
 def test_every_card_is_answered_unless_one_is_named(small: Estimate) -> None:
     assert [card.name for card in small.cards] == [card.name for card in CARDS]
     assert all(card.fits and card.headroom_bytes > 0 for card in small.cards)
