@@ -17,7 +17,7 @@ from itertools import chain, combinations
 from typing import Any
 
 from common import MIB, Report, Unit, heading, open_report, parser_of, run_units, say
-from systems import System, a_a_spread, measure_systems
+from systems import System, a_a_spread, again, compared, compared_text, measure_systems
 from workloads import build
 
 import memfit
@@ -65,6 +65,8 @@ class Measured:
             **rows["it"],
             "plain": rows[PLAIN],
             "a_a": a_a_spread(rows, PLAIN),
+            "by_rounds": compared(rows, "it", PLAIN),
+            "a_a_by_rounds": compared(rows, again(PLAIN), PLAIN),
             "static_bytes": plain.static_bytes,
         }
 
@@ -125,12 +127,15 @@ def markdown(report: Report) -> str:
         rows = {k: r for k, r in found["rows"].items() if "step_s" in r}
         for key, row in sorted(rows.items(), key=lambda item: -item[1]["peak_bytes"]):
             plain = row["plain"]
+            ratio, a_a = f"{row['step_s'] / plain['step_s']:.3f}", f"{row['a_a']:.1%}"
+            if row.get("by_rounds"):
+                ratio, a_a = compared_text(row["by_rounds"]), compared_text(row["a_a_by_rounds"])
             lines.append(
                 f"| {key} | {row['peak_bytes'] / MIB:.0f} MB "
                 f"| {row['peak_bytes'] / plain['peak_bytes']:.0%} "
                 f"| {row['reserved_bytes'] / MIB:.0f} MB "
                 f"| {row['step_s'] * 1e3:.1f} ms ± {row['spread_s'] * 1e3:.1f} "
-                f"| {row['step_s'] / plain['step_s']:.3f} | {row['a_a']:.1%} |"
+                f"| {ratio} | {a_a} |"
             )
         lines += [f"- {k}: {r['error']}" for k, r in found["rows"].items() if "error" in r]
         lines.append("")

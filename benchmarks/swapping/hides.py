@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common import say
-from systems import System, a_a_spread, measure_systems, traffic
+from systems import System, a_a_spread, again, compared, measure_systems, traffic
 
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
@@ -20,6 +20,7 @@ from swapping.session import Session
 STALL_SHARE = 0.01  # of the step may be spent waiting
 MOST_SLOWDOWN = 1.03  # what is asked of the measured step
 PROBES = 6
+ROUNDS = 12  # for each step that is asked for: a few per cent are to be told from none
 
 
 def run(session: Session, name: str, executor: str) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
     unplanned = None if eager else Applied(plan.unplanned(), workload.model)
     plain = System() if unplanned is None else System.of(unplanned)
     rows = measure_systems(
-        workload, {"plain": plain, "hides": System.of(planned)}, 2 * session.steps
+        workload, {"plain": plain, "hides": System.of(planned)}, ROUNDS * session.steps
     )
     moved = traffic(planned, session.rates())
     return {
@@ -44,6 +45,8 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
         "predicted_hidden_share": _hidden(plan),
         "ratio": rows["hides"]["step_s"] / rows["plain"]["step_s"],
         "a_a": a_a_spread(rows, "plain"),
+        "by_rounds": compared(rows, "hides", "plain"),
+        "a_a_by_rounds": compared(rows, again("plain"), "plain"),
         "numerics": vars(check_numerics(workload, planned, unplanned)),
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common import MIB, heading
+from systems import compared_text
 
 from swapping.everything import AT_ITS_PEAK
 
@@ -86,20 +87,23 @@ def _at_the_peers_peak(rows: Mapping[str, Row]) -> list[str]:
 
 def _hides(rows: Mapping[str, Row]) -> list[str]:
     lines = [
-        "| workload, executor | plain | peak (predicted) | moved | time / plain (predicted) | A/A "
+        "| workload, executor | plain | peak (predicted) | moved | time / plain | predicted | A/A "
         "| hidden (predicted) | numbers |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for key, row in _good(rows):
         if "why" in row:
-            lines.append(f"| {key} | {row['why']} |" + " |" * 6)
+            lines.append(f"| {key} | {row['why']} |" + " |" * 7)
             continue
         plain, found, moved = row["systems"]["plain"], row["systems"]["hides"], row["traffic"]
         error = row["predicted_peak_bytes"] / found["peak_bytes"] - 1
+        ratio, a_a = f"{row['ratio']:.3f}", f"{row['a_a']:.1%}"
+        if "by_rounds" in row:
+            ratio, a_a = compared_text(row["by_rounds"]), compared_text(row["a_a_by_rounds"])
         lines.append(
             f"| {key} | {_ms(plain)}, {_mb(plain)} | {_mb(found)} ({error:+.1%}) "
             f"| {moved['moved_bytes'] / MIB:.0f} MB "
-            f"| {row['ratio']:.3f} ({row['predicted_ratio']:.3f}) | {row['a_a']:.1%} "
+            f"| {ratio} | {row['predicted_ratio']:.3f} | {a_a} "
             f"| {moved['hidden_share']:.0%} ({row['predicted_hidden_share']:.0%}) "
             f"| {_numbers(row['numerics'])} |"
         )
@@ -190,13 +194,16 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
         lines += ["", f"The plain step repeats itself: {repeats}.", ""]
     if "idle" in good:
         row = good["idle"]
-        told = (
-            f"Threshold 0.99: {row['swaps']} swaps, time / plain with hooks {row['ratio']:.3f} "
-            f"(A/A {row['a_a']:.3f})."
-        )
+        ratio, a_a = f"{row['ratio']:.3f}", f"{row['a_a']:.3f}"
+        if "by_rounds" in row:
+            ratio, a_a = compared_text(row["by_rounds"]), compared_text(row["a_a_by_rounds"])
+        told = f"Threshold 0.99: {row['swaps']} swaps, time / plain with hooks {ratio}; A/A {a_a}."
         if dozing := row.get("dozing"):
             without = "without hooks" if dozing["dozes"] else "allowed to doze, it did not"
-            told += f" The same {without}: {dozing['ratio']:.3f}."
+            ratio = f"{dozing['ratio']:.3f}"
+            if "by_rounds" in dozing:
+                ratio = compared_text(dozing["by_rounds"])
+            told += f" The same {without}: {ratio}."
         lines += [told, ""]
     for key, row in good.items():
         if key.startswith("cap"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import chain, combinations
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from memfit.measure.memory import measure_peak, memory_cap
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import minimum_feasible, page_bytes
 from memfit.planning.techniques import APPROXIMATE, STEP
+from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.cross_entropy import tiled_cross_entropy
 from memfit.targets import resolve_target
+from memfit.verify.budget import check_budget
 from memfit.verify.parameters import check_parameters
 from memfit.workload import Workload
 
@@ -218,6 +221,46 @@ def test_a_budget_with_everything_holds_under_the_cap(executor: str) -> None:
         with memory_cap(workload.device, result.budget_bytes):
             for _ in range(3):
                 assert torch.isfinite(fitted.step(workload.batch))
+
+
+class _Hungry(torch.autograd.Function):
+    """Passes a tensor through; its backward takes 2 GiB for a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch.empty(2048 * MIB, dtype=torch.uint8, device=gradient.device)
+        return gradient
+
+
+class _HungryLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Hungry.apply(super().forward(x))
+
+
+def test_a_step_that_runs_out_of_memory_half_way_misses_its_budget_and_is_taken_back() -> None:
+    torch.manual_seed(0)
+    layers = [_HungryLinear(512, 512), *(nn.Linear(512, 512) for _ in range(3))]
+    model = nn.Sequential(*layers).cuda()
+    before = [p.detach().clone() for p in model.parameters()]
+    workload = Workload(
+        model,
+        lambda model, batch: model(batch).square().mean(),
+        torch.optim.Adam(model.parameters()),
+        torch.randn(64, 512, device="cuda"),
+    )
+    plan = memfit.plan(memfit.profile(workload, executor="module"), strategy="none").unplanned()
+    names = ("step_in_backward",)
+    setup = Setup(names, model, workload.optimizer, [str(n) for n in range(4)])
+    planned = Applied(plan, model, setup)
+    short = check_budget(workload, planned, 1024 * MIB)
+    assert not short.holds and short.over_bytes > 1024 * MIB
+    assert check_budget(workload, planned, 4096 * MIB).holds
+    after = [p.detach() for p in model.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def wide(scaled: bool) -> Workload:

@@ -19,6 +19,7 @@ from typing import Any
 from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.last_pass import last_pass, mark_pass
 from memfit.capture.recording import Marking, watched
+from memfit.errors import ModelError
 from memfit.ir.joint_graph import JointGraph, Span, Variant
 from memfit.ir.plan import Plan, SegmentPlan
 from memfit.ir.profile import Measurements, Profile
@@ -68,7 +69,7 @@ def learn_variants(
                 say("timing what was chosen")
                 ratio = _seconds_ratio(workload, profile, plan)
             say("putting the state back")
-    except RuntimeError as error:
+    except (RuntimeError, ModelError) as error:
         if not is_out_of_memory(error):
             raise
         log.info("the plan's first run went out of memory: its variants were not measured")

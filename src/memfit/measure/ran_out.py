@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.errors import DeviceMemoryError
+from memfit.errors import DeviceMemoryError, ModelError
 from memfit.ir.ended import OutOfMemory, Stage
 from memfit.measure.census import live_tensors
 from memfit.measure.device import device_facts
@@ -64,7 +64,7 @@ def told_how_far(workload: Workload, stages: Stages, learned: Any = None) -> Ite
         error.ended = replace(error.ended, stages=(*stages.so_far(), *error.ended.stages))
         error.learned = error.learned or learned
         raise
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ModelError) as error:
         if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
             raise
         ended = ended_by(error, workload, stages)

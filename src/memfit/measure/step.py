@@ -200,7 +200,13 @@ def explained_errors(workload: Workload) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that a device has no memory left."""
+    """Whether the error says that a device has no memory left, or tells of a step that this ended.
+
+    A step that fails when some parameters have stepped already is an error of its own, whatever
+    made it fail: whoever goes on after it must take back what it did (`untouched`).
+    """
+    if isinstance(error, ModelError) and error.__cause__ is not None:
+        return is_out_of_memory(error.__cause__)
     cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return cpu or isinstance(error, torch.OutOfMemoryError)
 

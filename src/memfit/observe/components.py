@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit.capture.find import find_segments
-from memfit.errors import UsageError
+from memfit.errors import ModelError, UsageError
 from memfit.fitted import Fitted
 from memfit.ir.component_times import COMPONENTS, ComponentTimes, CopyTime, SegmentTime
 from memfit.measure.step import drop_gradients, is_out_of_memory, untouched
@@ -162,7 +162,7 @@ def _run_if_it_fits(applied: Applied, timed: TimedSteps, *, counts: bool) -> boo
         with applied:
             timed.run(counts=counts)
         return True
-    except RuntimeError as error:
+    except (RuntimeError, ModelError) as error:
         if not is_out_of_memory(error):
             raise
     # Only now, outside of the except block, is what the failed step held really free.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.errors import ModelError
 from memfit.ir.profile import LARGE_PAGE
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
@@ -63,7 +64,7 @@ def run_once(workload: Workload, planned: Applied) -> None:
         with untouched(workload), planned:
             try:
                 run_first_steps(workload, 1)
-            except RuntimeError as error:
+            except (RuntimeError, ModelError) as error:
                 if not is_out_of_memory(error):
                     raise
                 drop_gradients(workload)
@@ -84,7 +85,9 @@ def _check(
     with untouched(workload), planned, memory_cap(workload.device, budget_bytes):
         try:
             capped = _measure(workload, planned, steps, accumulate)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, ModelError) as error:
+            if not is_out_of_memory(error):
+                raise
             drop_gradients(workload)
     if planned.lacks_room:
         capped = None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memfit.errors import UsageError
+from memfit.measure.step import is_out_of_memory
 from memfit.runtime.optimizer.footprint import Footprint
 from memfit.runtime.optimizer.in_backward.step_in_backward import HalfStepError, StepInBackward
 
@@ -194,6 +195,21 @@ def test_an_error_in_backward_says_how_far_the_step_came() -> None:
         assert isinstance(caught.value.__cause__, ValueError)
         assert "checkpoint" in str(caught.value)
         stepper.backward(model(torch.ones(2, 4)).sum())  # it can go on
+
+
+def test_out_of_memory_half_way_is_known_as_such_and_not_taken_for_a_batch_to_leave_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Fails, "error", torch.OutOfMemoryError("no room"))
+    for position, half_way in ((0, True), (2, False)):
+        model, optimizer, loss = failing(position)
+        groups = [list(layer.parameters()) for layer in model]
+        with StepInBackward(optimizer, groups) as stepper, pytest.raises(Exception) as caught:
+            stepper.backward(loss)
+        assert is_out_of_memory(caught.value)
+        # Loops catch torch's error and go on with the next batch, on weights as they were.
+        assert isinstance(caught.value, torch.OutOfMemoryError) != half_way
+    assert not is_out_of_memory(HalfStepError("of something else"))
 
 
 def test_an_error_before_any_step_stays_what_it_is() -> None:
