@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from common import Report, Unit, heading, open_report, parser_of, run_units, say
-from workloads import build
+from workloads import build, device_here
 
 import memfit
+from memfit.measure.cuda_allocator import prefer_expandable_segments
 from memfit.measure.memory import memory_cap
 from memfit.measure.step import run_step, untouched
 from memfit.train.batch_size.rebatch import rebatch
@@ -137,7 +138,12 @@ SECONDS = {OURS: 15.0, "brute force": 45.0, PLANNED: 60.0, "accelerate": 20.0, "
 
 
 def search(name: str, finder: str, cap: int, tiny: bool) -> dict[str, Any]:
-    """What one finder reaches, on a workload of its own."""
+    """What one finder reaches, on a workload of its own.
+
+    memfit has the allocator take memory page by page, which stays so: then for all alike, and from
+    the first weight on.
+    """
+    prefer_expandable_segments(device_here())
     workload = build(name, tiny=tiny)
     if finder in (OURS, PLANNED):
         return by_memfit(workload, cap, with_plan=finder == PLANNED)
