@@ -81,7 +81,8 @@ def units(arguments: argparse.Namespace, report: Report, session: Session) -> It
 
     if "valve" in only:
         yield unit("valve", "with plan", 35, valve.run_with_plan)
-        yield unit("valve", "idle", 5, valve.run_idle)
+        for key, name in valve.BOUND.items():
+            yield unit("valve", key, 50, valve.run_idle, name)
         for share in valve.CAPS:
             yield unit("valve", f"cap {share:.0%}", 6, valve.run_capped, share)
         yield unit("valve", "after", 4, valve.run_after)

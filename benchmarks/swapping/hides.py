@@ -18,9 +18,9 @@ from memfit.verify.numerics import check_numerics
 from swapping.session import Session
 
 STALL_SHARE = 0.01  # of the step may be spent waiting,
-MOST_SLOWDOWN = 1.015  # and so many times as long may it take, by the prediction: not to be seen
+MOST_SLOWDOWN = 1.025  # and so many times as long may it take, by the prediction
 PROBES = 6
-ROUNDS = 12  # for each step that is asked for: a few per cent are to be told from none
+ROUNDS = 4  # for each step that is asked for: a few per cent are to be told from none
 
 
 def run(session: Session, name: str, executor: str) -> dict[str, Any]:

@@ -192,19 +192,8 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
             )
         repeats = good["with plan"]["plain_repeats_itself"]
         lines += ["", f"The plain step repeats itself: {repeats}.", ""]
-    if "idle" in good:
-        row = good["idle"]
-        ratio, a_a = f"{row['ratio']:.3f}", f"{row['a_a']:.3f}"
-        if "by_rounds" in row:
-            ratio, a_a = compared_text(row["by_rounds"]), compared_text(row["a_a_by_rounds"])
-        told = f"Threshold 0.99: {row['swaps']} swaps, time / plain with hooks {ratio}; A/A {a_a}."
-        if dozing := row.get("dozing"):
-            without = "without hooks" if dozing["dozes"] else "allowed to doze, it did not"
-            ratio = f"{dozing['ratio']:.3f}"
-            if "by_rounds" in dozing:
-                ratio = compared_text(dozing["by_rounds"])
-            told += f" The same {without}: {ratio}."
-        lines += [told, ""]
+    for key in ("idle", "idle, bound by the device"):
+        lines += _idle(key, good[key]) if key in good else []
     for key, row in good.items():
         if key.startswith("cap"):
             told = "; ".join(
@@ -221,6 +210,29 @@ def _valve(rows: Mapping[str, Row]) -> list[str]:
             "",
         ]
     return lines
+
+
+def _idle(key: str, row: Row) -> list[str]:
+    if "loop" not in row:  # an earlier form
+        told = f"Threshold 0.99: {row['swaps']} swaps, time / plain with hooks {row['ratio']:.3f} "
+        told += f"(A/A {row['a_a']:.3f})."
+        if "dozing" in row:
+            told += f" The same without hooks: {row['dozing']['ratio']:.3f}."
+        return [told, ""]
+    lines = [
+        f"Threshold 0.99, {key}, loops of {row['loop']} steps:",
+        "",
+        "| loop | hooks | swaps | step | fastest | time / plain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, found in row["systems"].items():
+        hooks = "" if "dozes" not in found else "no" if found["dozes"] else "yes"
+        beside = compared_text(found["by_rounds"]) if name != "plain" else ""
+        lines.append(
+            f"| {name} | {hooks} | {found.get('swaps', '')} | {_ms(found)} "
+            f"| {found['fastest_s'] * 1e3:.1f} ms | {beside} |"
+        )
+    return [*lines, ""]
 
 
 def _flat(rows: Mapping[str, Row]) -> list[str]:

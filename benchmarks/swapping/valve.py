@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from common import say
-from systems import System, a_a_spread, again, compared, measure_systems
+from systems import System, a_a_spread, compared, measure_systems
 from torch.utils._pytree import tree_map_only
 
 import memfit
@@ -27,7 +28,8 @@ from memfit.measure.step import (
 )
 from memfit.measure.timing import time_interleaved
 from memfit.runtime.apply import Applied
-from memfit.runtime.pressure import attention
+from memfit.runtime.pressure import module_calls
+from memfit.runtime.pressure.attention import Attention
 from memfit.runtime.pressure.valve import Valve
 from memfit.verify.numerics import Numbers, compare, deterministic
 from memfit.workload import Workload
@@ -38,8 +40,15 @@ REDUCTION = 0.3
 THRESHOLDS = (0.5, 0.3, 0.1, 0.0)  # of the plain step's peak
 CAPS = (0.8, 0.6, 0.4)  # of (peak - static), above static
 STEPS = 5
-LOOP = 20  # steps that are timed as one
+LOOPS = {"resnet50@32": 28, "resnet50@64": 16}  # steps that are timed as one, half a second
 ROUNDS = 4  # for each step that is asked for: what costs nothing is to be told from what does
+Patch = Callable[[], AbstractContextManager[Any]]
+IDLE: dict[str, Patch] = {
+    "valve 0.99": nullcontext,
+    "as in Python 3.11": partial(patch.object, module_calls, "_MONITORING", None),
+    "with its hooks all along": partial(patch.object, Attention, "_watch", lambda self: False),
+}
+BOUND = {"idle": "resnet50@32", "idle, bound by the device": "resnet50@64"}
 
 
 def run_with_plan(session: Session) -> dict[str, Any]:
@@ -73,43 +82,33 @@ def run_with_plan(session: Session) -> dict[str, Any]:
     }
 
 
-def run_idle(session: Session) -> dict[str, Any]:
-    """With memory to spare: no swaps, and what being there costs, with hooks and without.
+def run_idle(session: Session, name: str) -> dict[str, Any]:
+    """With memory to spare: no swaps, and what being there costs.
 
-    Loops are timed in turn, each inside its valve as a training loop is: how a valve watches calls
-    makes Python run the first ones slowly whenever it is entered.
+    As it is, as it is in Python 3.11, and with its hooks all along. Loops are timed in turn, each
+    inside its valve as a training loop is: how a valve watches calls makes Python run the first
+    ones slowly whenever it is entered.
     """
-    workload = session.workload(NAME)
+    workload, steps = session.workload(name), LOOPS[name]
     capacity = None if session.cuda else 2**40
-    valves: dict[str, Any] = {}
-    with patch.object(attention, "can_see_calls", lambda: False):  # as in Python 3.11
-        valves["valve 0.99"] = memfit.pressure(0.99, capacity=capacity, device=session.device)
-    valves["valve 0.99, may doze"] = memfit.pressure(0.99, capacity=capacity, device=session.device)
+    valves = {key: memfit.pressure(0.99, capacity=capacity, device=session.device) for key in IDLE}
 
-    def loop(around: AbstractContextManager[Any]) -> None:
-        with around:
-            for _ in range(LOOP):
+    def loop(around: AbstractContextManager[Any], as_it_would_be: Patch) -> None:
+        with as_it_would_be(), around:
+            for _ in range(steps):
                 run_step(workload)
 
-    loops = {"plain": nullcontext(), **valves}
-    systems = {name: System(step=partial(loop, around)) for name, around in loops.items()}
+    loops = {"plain": partial(loop, nullcontext(), nullcontext)}
+    loops |= {key: partial(loop, valve, IDLE[key]) for key, valve in valves.items()}
+    systems = {key: System(step=step) for key, step in loops.items()}
     rows = measure_systems(workload, systems, ROUNDS * session.steps)
-    for row in rows.values():
-        row["step_s"], row["spread_s"] = row["step_s"] / LOOP, row["spread_s"] / LOOP
-    plain_s = rows["plain"]["step_s"]
-    return {
-        "systems": rows,
-        "a_a": a_a_spread(rows, "plain"),
-        "a_a_by_rounds": compared(rows, again("plain"), "plain"),
-        "ratio": rows["valve 0.99"]["step_s"] / plain_s,
-        "by_rounds": compared(rows, "valve 0.99", "plain"),
-        "dozing": {
-            "ratio": rows["valve 0.99, may doze"]["step_s"] / plain_s,
-            "by_rounds": compared(rows, "valve 0.99, may doze", "plain"),
-            "dozes": valves["valve 0.99, may doze"].dozes,  # it needs Python 3.12, and a GPU
-        },
-        **_did(valves["valve 0.99"].statistics),
-    }
+    for key, row in rows.items():
+        row["step_s"], row["spread_s"] = row["step_s"] / steps, row["spread_s"] / steps
+        row["fastest_s"] = min(row["samples_s"]) / steps
+        row["by_rounds"] = compared(rows, key, "plain")
+        if key in valves:  # without hooks on a GPU alone
+            row |= {"swaps": valves[key].statistics.swaps, "dozes": valves[key].dozes}
+    return {"systems": rows, "a_a": a_a_spread(rows, "plain"), "loop": steps}
 
 
 def run_capped(session: Session, share: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from memfit.measure.turns import alone
 
 STEADY = 0.005  # times that lie so near to each other, as a share of them, are certain enough
-SHORT_S = 0.2  # a work below this is timed behind one of its own kind
+SHORT_S = 0.5  # a work below this is timed behind one of its own kind
 # For how long the device is kept busy, at 1 to 2 a nanosecond: longer when that was too short.
 _BUSY_CYCLES = (2_000_000, 20_000_000)
 _HOST_WARMUP, _HOST_ROUNDS = 3, 5

@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.runtime.pressure import attention, gauge, saved_tensors
+from memfit.runtime.pressure import attention, gauge, module_calls, saved_tensors
 from memfit.runtime.pressure.innards import hooks_in_force
-from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
+from memfit.runtime.pressure.module_calls import ModuleCalls
 from memfit.runtime.pressure.saved import Saved
 from memfit.runtime.pressure.valve import Valve
 
@@ -49,27 +49,6 @@ class Allocator:
 
     def removed(self, size: int) -> None:
         pass
-
-
-class HookedCalls:
-    """Tells of calls by torch's own hooks, where Python cannot."""
-
-    def start(self, seen: Callable[[object], tuple[int, float]]) -> bool:
-        self.left_out, self.until = 0, 0.0
-
-        def called(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if self.left_out and time.monotonic() < self.until:
-                self.left_out -= 1
-            else:
-                self.left_out, self.until = seen(args[0] if args else None)
-
-        register = nn.modules.module.register_module_forward_pre_hook
-        self._handle = register(called)
-        return True
-
-    def stop(self) -> None:
-        if hasattr(self, "_handle"):
-            self._handle.remove()
 
 
 class Layer(nn.Module):
@@ -106,18 +85,20 @@ def step(model: Model, rows: int = 1) -> None:
         assert layer.weight.grad == layer.number
 
 
-def see_calls_by_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
-    monkeypatch.setattr(attention, "can_see_calls", lambda: True)
-
-
-@pytest.fixture(params=["hooks", "monitoring"])
-def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """What valves ask in the test, whose calls of modules are seen in one way or the other."""
-    if request.param == "hooks":
-        see_calls_by_hooks(monkeypatch)
-    elif not can_see_calls():
+@pytest.fixture(params=["replaced", "monitoring"])
+def monitoring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What Python has to see calls by; None: it has nothing, and Module.__call__ is replaced."""
+    if request.param == "replaced":
+        monkeypatch.setattr(module_calls, "_MONITORING", None)
+        return None
+    if not hasattr(sys, "monitoring"):
         pytest.skip("sys.monitoring came with Python 3.12")
+    return sys.monitoring
+
+
+@pytest.fixture
+def allocator(monitoring: Any, monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """What valves ask in the test, whose calls of modules are seen in one way or the other."""
     made = Allocator()
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     monkeypatch.setattr(attention, "_LOOK_S", 0.0)  # with every call
@@ -441,7 +422,6 @@ def test_the_numbers_stay(
 def test_it_never_dozes_on_a_real_cpu_nor_where_everything_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    see_calls_by_hooks(monkeypatch)
     for threshold in (0.8, 0):
         model = Model(Allocator())
         with valve(threshold) as awake:
@@ -467,12 +447,11 @@ def test_calls_are_left_out_while_they_cannot_fill_the_room(
         assert not calls or 0 < until - time.monotonic() <= 0.01  # ten times 1 ms, if all is free
         return calls
 
-    monkeypatch.setattr(attention, "ModuleCalls", HookedCalls)
     monkeypatch.setattr(attention, "_LOOK_S", 0.001)
     monkeypatch.setattr(attention.time, "monotonic", lambda: 5.0)
     room: Any = Room()
     watching = attention.Attention(room)
-    watching._may_doze, watching._dozes = True, True
+    watching._dozes = True
     watching.begin()
     watching._seen = 10**4
     try:
@@ -489,8 +468,72 @@ def test_calls_are_left_out_while_they_cannot_fill_the_room(
         watching.end()
 
 
-def test_it_stays_awake_where_python_cannot_tell_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "can_see_calls", lambda: False)
+def test_calls_are_seen_until_they_are_not_wanted(monitoring: Any) -> None:
+    seen: list[object] = []
+    calls, linear, value = ModuleCalls(), nn.Linear(2, 2), torch.ones(1, 2)
+    before = nn.Module.__call__
+
+    def called(argument: object) -> tuple[int, float]:
+        seen.append(argument)
+        return 2 if len(seen) == 3 else 0, float("inf")
+
+    calls.start(called)
+    nn.Sequential(linear)(value)
+    linear(input=value)
+    for _ in range(3):  # two are left out
+        linear(value)
+    calls.stop()
+    calls.stop()
+    linear(value)
+    assert seen[0] is value and seen[1] is value and seen[2] is None
+    assert seen[3] is value and len(seen) == 4
+    assert nn.Module.__call__ is before
+    if monitoring is not None:
+        assert monitoring.get_tool(3) is None and monitoring.get_tool(4) is None
+
+
+def test_where_others_monitor_calls_are_seen_all_the_same() -> None:
+    if not hasattr(sys, "monitoring"):
+        pytest.skip("sys.monitoring came with Python 3.12")
+    monitoring: Any = sys.monitoring
+    monitoring.use_tool_id(3, "other")
+    monitoring.use_tool_id(4, "other")
+    try:
+        _seen_by(lambda: None)
+    finally:
+        monitoring.free_tool_id(3)
+        monitoring.free_tool_id(4)
+
+
+def test_a_call_that_someone_else_replaces_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_calls, "_MONITORING", None)
+    before: Any = nn.Module.__call__
+    theirs: list[object] = []
+
+    def put_theirs() -> None:
+        beneath: Any = nn.Module.__call__
+
+        def other(self: nn.Module, *args: Any) -> Any:
+            theirs.append(args)
+            return beneath(self, *args)
+
+        nn.Module.__call__ = other  # type: ignore[method-assign]
+
+    try:
+        _seen_by(put_theirs)
+        assert len(theirs) == 2, "of three calls those after it"
+        assert not ModuleCalls().start(lambda argument: (0, 0.0)), "theirs may call ours"
+    finally:
+        nn.Module.__call__ = before  # type: ignore[method-assign]
+    _seen_by(lambda: None)
+
+
+def test_it_stays_awake_where_others_have_replaced_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module_calls, "_MONITORING", None)
+    before: Any = nn.Module.__call__
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args: before(self, *args))
     made = Allocator()
     monkeypatch.setattr(saved_tensors, "gauge_for", lambda device, capacity: made)
     with valve() as awake:
@@ -499,33 +542,46 @@ def test_it_stays_awake_where_python_cannot_tell_of_calls(monkeypatch: pytest.Mo
         assert not awake.dozes
 
 
-@pytest.mark.skipif(not can_see_calls(), reason="sys.monitoring came with Python 3.12")
-def test_calls_are_seen_until_they_are_not_wanted() -> None:
+def _seen_by(meanwhile: Callable[[], None]) -> None:
+    """A call is seen, before something happens and after it, and none when that is over."""
     seen: list[object] = []
     calls, linear, value = ModuleCalls(), nn.Linear(2, 2), torch.ones(1, 2)
 
     def called(argument: object) -> tuple[int, float]:
         seen.append(argument)
-        return 2 if len(seen) == 3 else 0, float("inf")
+        return 0, 0.0
 
-    assert calls.start(called)
-    nn.Sequential(linear)(value)
-    linear(input=value)
-    for _ in range(3):  # two are left out
-        linear(value)
+    calls.start(called)
+    linear(value)
+    meanwhile()
+    linear(value)
+    assert len(seen) == 2
     calls.stop()
     linear(value)
-    assert seen[0] is value and seen[1] is value and seen[2] is None
-    assert seen[3] is value and len(seen) == 4
-    monitoring: Any = sys.monitoring
-    assert monitoring.get_tool(3) is None and monitoring.get_tool(4) is None
-    monitoring.use_tool_id(3, "other")
-    monitoring.use_tool_id(4, "other")
+    assert len(seen) == 2
+
+
+def test_what_is_compiled_meanwhile_is_whole_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_calls, "_MONITORING", None)
+    seen: list[object] = []
+    model, value = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: model(x) + 1, fullgraph=True, backend=backend)
+    calls = ModuleCalls()
+    calls.start(lambda argument: (seen.append(argument), (0, 0.0))[1])
     try:
-        assert not calls.start(called)
+        for _ in range(2):
+            torch.testing.assert_close(compiled(value), model(value) + 1)
+        assert len(graphs) == 1 and len(seen) == 2 * 3  # of what is not compiled
     finally:
-        monitoring.free_tool_id(3)
-        monitoring.free_tool_id(4)
+        calls.stop()
+    compiled(value)
+    assert len(graphs) == 1
 
 
 def test_marks_leave_a_gap() -> None:

@@ -12,9 +12,9 @@ Limits. A valve that dozes does not see what is allocated between calls of modul
 between the memory at which it wakes and the threshold there must be room for that. What was saved
 before it woke can move only if the input of the module that is called depends on it. It wakes
 outside of the hooks of others (activation checkpointing, torch.func), which come first anyway.
-Memory that other processes take is seen a second later. It never dozes in Python 3.11, which cannot
-tell of calls at a price worth it, on the CPU, where saved tensors are counted one by one, or before
-a tensor was saved that is large enough.
+Memory that other processes take is seen a second later. It never dozes on the CPU, where saved
+tensors are counted one by one, before a tensor was saved that is large enough, or in Python 3.11
+where someone else has replaced Module.__call__.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, is_in_backward
-from memfit.runtime.pressure.module_calls import ModuleCalls, can_see_calls
+from memfit.runtime.pressure.module_calls import ModuleCalls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
 
 _LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA,
@@ -48,7 +48,6 @@ class Attention:
         self._beneath: object = None  # the hooks that were in force before
         self._process = self._thread = 0
         self._dozes = False
-        self._may_doze = can_see_calls()
         self._look_at = self._ask_again_at = 0.0
         self._bytes_left = self._largest = self._seen = 0
 
@@ -61,7 +60,7 @@ class Attention:
         """Look as closely as when it ended."""
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._beneath = hooks_in_force()
-        self._saved_tensors.when_asked = self._consider if self._may_doze else None
+        self._saved_tensors.when_asked = self._consider
         if not (self._dozes and self._watch()):
             self._wake()
 

@@ -113,8 +113,8 @@ def pressure(
     The capacity is what this process may take of the GPU, the device that of the first large
     tensor saved there. On the CPU, where saved tensors are all that is counted, it must be given.
 
-    From Python 3.12 on and on CUDA, a valve that saw a step use far less than the threshold takes
-    its hooks away: until more is in use it looks only when modules are called (`dozes`).
+    On CUDA, a valve that saw a step use far less than the threshold takes its hooks away: until
+    more is in use it looks only when modules are called (`dozes`).
 
     Host memory is pinned when it is first needed and given back on leaving: where memory is short
     in every step, enter once around the loop.
