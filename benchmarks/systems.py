@@ -112,6 +112,7 @@ def traffic(applied: Applied, rates: Any) -> dict[str, Any]:
         "out_share": done.out_gb_per_s * 1e9 / rates.to_host,
         "in_share": done.in_gb_per_s * 1e9 / rates.to_device,
         "stalled_s": done.per_step(done.stalled_s),
+        "out_stalled_s": done.per_step(done.out.stalled_s),
         "stalls": done.per_step(done.stalls),
         "hidden_share": done.hidden_share,
         "copy_bound_s": out / rates.to_host + back / rates.to_device,

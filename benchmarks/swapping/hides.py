@@ -11,14 +11,19 @@ from systems import System, a_a_spread, again, compared, measure_systems, traffi
 from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
+from memfit.measure.step import run_step, untouched
+from memfit.measure.timing import Clock
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.simulate import Simulator
 from memfit.runtime.apply import Applied
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.verify.numerics import check_numerics
+from memfit.workload import Workload
 from swapping.session import Session
 
 STALL_SHARE = 0.01  # of the step may be spent waiting,
 MOST_SLOWDOWN = 1.025  # and so many times as long may it take, by the prediction
+SURE = 0.8  # of the rate at which copies run
 PROBES = 6
 ROUNDS = 4  # for each step that is asked for: a few per cent are to be told from none
 
@@ -47,16 +52,36 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
         "a_a": a_a_spread(rows, "plain"),
         "by_rounds": compared(rows, "hides", "plain"),
         "a_a_by_rounds": compared(rows, again("plain"), "plain"),
+        "predicted_forward_s": sum(Simulator(profile).copies.forward_s),
+        "forward_s": _forward_seconds(workload),
         "numerics": vars(check_numerics(workload, planned, unplanned)),
     }
+
+
+def _forward_seconds(workload: Workload) -> float:
+    """Of the plain step's forward, behind another step: the time that copies out have."""
+    clock, moments = Clock(workload.device), {}
+
+    def phase(name: str) -> None:
+        moments[name] = clock.now()
+
+    with untouched(workload):
+        for _ in range(3):
+            run_step(workload, phase=phase)
+        clock.settle()
+    return clock.seconds(moments["forward"], moments["backward"])
 
 
 def lowest_hidden(profile: Profile) -> Plan | None:
     """The plan of the lowest budget, in live bytes, that hides its copies; None: there is none.
 
-    Found by halving: plans of larger budgets are taken to hide theirs, too.
+    Found by halving: plans of larger budgets are taken to hide theirs, too. At the lowest of all
+    nothing is to spare, so it must hide them if they were slower, too.
     """
-    live = replace(profile, allocator=None)
+    assert profile.copy is not None
+    out, back = (SURE * r for r in (profile.copy.out_bytes_per_s, profile.copy.in_bytes_per_s))
+    slower = replace(profile.copy, out_bytes_per_s=out, in_bytes_per_s=back)
+    live = replace(profile, allocator=None, copy=slower)
     goal = Goal(techniques=("offload",), host_bytes=default_host_budget(), time_limit_s=2.0)
 
     def probe(budget: int) -> Plan | None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from memfit.planning.simulate import Simulator
 
 
+UNSURE = 0.25  # the work before a point may take so much less: where there is room, nothing waits
+
+
 @dataclass(frozen=True)
 class CopyTimes:
     """Seconds that each lane copies, and that the compute waits for copies."""
@@ -152,9 +155,9 @@ class Copies:
     def scheduled(
         self, simulator: Simulator, acts: Sequence[Act], budget: int | None
     ) -> tuple[Act, ...]:
-        """The acts with points: memory goes when its copy is done, or sooner where the budget has
-        no room for it; it comes back as late as it can without a wait, or later likewise. Without a
-        budget the peak stays what it would be without copies under way."""
+        """The acts with points: memory goes when its copy is surely done, or sooner where the
+        budget has no room for it; it comes back as late as it can without a wait, or later
+        likewise. Without a budget the peak stays what it would be without copies under way."""
         tight = tuple(without_points(act) for act in acts)
         loads = simulator.loads(tight)
         if not loads:
@@ -164,6 +167,7 @@ class Copies:
         room = budget - curve
         extra_s = simulator.added_seconds(tight)
         hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
+        unsure = hides * UNSURE
         out = {
             a.call: _Load(size, hides * self.out_seconds(size, a.tensors), a.moments)
             for a, size, _ in loads
@@ -179,6 +183,7 @@ class Copies:
             [out.get(c, _Load()) for c in forward],
             self.forward_s,
             [_least(room, calls[c].enter, ends[c]) for c in forward],
+            unsure,
         )
         # The way back is the same with time reversed; before the first backward lies the loss.
         mirrored = order[::-1]
@@ -192,6 +197,7 @@ class Copies:
                 *(_least(room, calls[c].need, until_of[c]) for c in mirrored),
                 _least(room, self.graph.model_end, first),
             ],
+            unsure,
         )
         place = {c: i for i, c in enumerate(mirrored)}
         found: list[Act] = []
@@ -238,16 +244,19 @@ class _Bundle(NamedTuple):
         return max(max(lane, first) + copy_s, self.ended + part * copy_s)
 
 
-def _points(loads: Sequence[_Load], seconds: Sequence[float], room: Sequence[float]) -> list[int]:
+def _points(
+    loads: Sequence[_Load], seconds: Sequence[float], room: Sequence[float], unsure: float
+) -> list[int]:
     """The boundary at which each step's bundle is let go; boundary b lies before step b.
 
     `room` is what may be in transit during each step.
-    A bundle is let go when its copy is done, sooner where the next step has no room for it, and in
-    any case at the end.
+    A bundle is let go when its copy is done, also if all work up to then took the share `unsure`
+    less than it should; sooner where the next step has no room for it, and in any case at the end.
     """
     points = list(range(1, len(loads) + 1))
     waiting: deque[tuple[int, int, float]] = deque()
     now = lane = 0.0
+    sure = 1 - unsure
     in_transit = 0
     for step, load in enumerate(loads):
         begun, now = now, now + seconds[step]
@@ -257,7 +266,7 @@ def _points(loads: Sequence[_Load], seconds: Sequence[float], room: Sequence[flo
             in_transit += load.bytes
         boundary = step + 1
         last = boundary == len(loads)
-        while waiting and (last or waiting[0][2] <= now or in_transit > room[boundary]):
+        while waiting and (last or waiting[0][2] <= sure * now or in_transit > room[boundary]):
             first, bytes_out, done = waiting.popleft()
             points[first] = boundary
             in_transit -= bytes_out

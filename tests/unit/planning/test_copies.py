@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import InfeasibleError
 from memfit.ir.profile import CopyRates, Profile
+from memfit.planning import copies
 from memfit.planning.acts import Act, Send, calls_of, without_points
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.request import Request
@@ -42,7 +43,8 @@ def _simulator(profile: Profile, rate: float, **changes: Any) -> Simulator:
 def test_a_copy_that_has_time_waits_for_nothing(chain: Chain) -> None:
     simulator = _simulator(chain(4), 10_000)  # 0.1 s each way
     (act,) = simulator.scheduled([Send(0)], PLENTY)
-    assert act == Send(0, release=2, prefetch=1)  # out from 0.1 to 0.2; wanted at 1.0
+    # Out from 0.1 to 0.2, where it could go; it goes at 0.3. Wanted at 1.0.
+    assert act == Send(0, release=3, prefetch=1)
     times = simulator.traffic([act])
     assert (times.out_s, times.in_s, times.stall_s) == pytest.approx((0.1, 0.1, 0.0))
     assert times.hidden_share == 1.0
@@ -77,8 +79,24 @@ def test_copies_of_one_direction_follow_each_other(chain: Chain) -> None:
     first, second = simulator.scheduled([Send(0), Send(1)], PLENTY)
     # Out from 0.1 to 0.3 and from there to 0.52, which is after the forward: it waits 0.12 s.
     # Back for call 1, at 0.92 at the latest, then for call 0.
-    assert (first.release, second.release) == (3, 4)
+    assert (first.release, second.release) == (4, 4)
     assert simulator.traffic([first, second]).stall_s == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("faster", [0.4, 0.76])
+def test_where_there_is_room_work_may_be_faster_than_predicted_and_waits_for_nothing(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch, faster: float
+) -> None:
+    profile = chain(8)
+    times = [replace(t, forward_s=faster * t.forward_s) for t in profile.call_times]
+    fast = _simulator(replace(profile, call_times=tuple(times)), 10_000)
+
+    def stall_s() -> float:
+        return fast.traffic(_simulator(profile, 10_000).scheduled([Send(0)], PLENTY)).stall_s
+
+    assert (stall_s() == pytest.approx(0)) == (faster > 0.75)
+    monkeypatch.setattr(copies, "UNSURE", 0.0)
+    assert stall_s() > 0
 
 
 def test_without_a_budget_the_peak_is_the_lowest(chain: Chain) -> None:
