@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from memfit.capture import profile as profiling
+from memfit.capture import seconds
 from memfit.capture.seconds import Factors, Load, calibrate
 from memfit.ir.profile import CallTime, DeviceFacts, Profile
 from memfit.ir.step_graph import Call, StepGraph
+from memfit.measure.step import run_step
+from memfit.measure.timing import Clock
 from memfit.planning.simulate import Simulator
 
 SECONDS = st.floats(0.001, 10.0)
@@ -167,3 +175,26 @@ def test_extra_seconds_formula(
     simulator = Simulator(_profile(times, slack_s, accumulate))
     extra_s = simulator.extra_seconds([(i, i) for i in chosen])
     assert extra_s == pytest.approx(max(device_s, host_s - slack_s))
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("behind", "short_s"), [(True, 10.0), (True, 0.0), (False, 10.0)])
+def test_calls_of_short_steps_are_timed_in_a_row_of_them_where_the_device_runs_behind(
+    zoo: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, behind: bool, short_s: float
+) -> None:
+    ran: list[bool] = []  # whether the phases of the step were watched
+
+    def noted(*args: Any, **how: Any) -> torch.Tensor:
+        ran.append("phase" in how)
+        return run_step(*args, **how)
+
+    monkeypatch.setattr(seconds, "run_step", noted)
+    monkeypatch.setattr(seconds, "SHORT_S", short_s)
+    monkeypatch.setattr(Clock, "runs_behind", behind)
+    profile = profiling.profile_workload(zoo.workload(zoo.Stack), executor="module")
+    row = [False, False, True] if behind and short_s else [True]
+    watched = len(ran) - ran.index(True) + len(row) - 1
+    assert ran[-watched:] == row * (watched // len(row)) and watched >= 2 * len(row)
+    assert all(call.forward_s > 0 and call.backward_s > 0 for call in profile.call_times)
