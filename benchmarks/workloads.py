@@ -52,6 +52,7 @@ WORKLOADS: dict[str, Target] = _of_suites() | {
             "overrides": {"n_layer": "4", "n_embd": "256", "vocab_size": "2000"},
         },
     ),
+    "gpt2@2x128 bf16": _text("gpt2", 2, 128),
     "gpt2@2x512 bf16": _text("gpt2", 2, 512),
     "resnet50@8": ("torchvision:resnet50", {"batch": 8}),
     "vit_b_16@4": ("torchvision:vit_b_16", {"batch": 4}),
