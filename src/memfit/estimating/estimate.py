@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 from memfit.capture.discover import discover
 from memfit.capture.segments import Segment, choose_segments
-from memfit.errors import UsageError
+from memfit.errors import MemfitError, UsageError
 from memfit.estimating.cuda_operators import cuda_operators, step_as_on_cuda
 from memfit.estimating.fakes import (
     What,
@@ -27,9 +28,11 @@ from memfit.ir.cards import CARDS, CUBLAS_BYTES, CUBLAS_THREADS, Card, find_card
 from memfit.ir.estimate import CardEstimate, Estimate, Needs, SegmentEstimate, first_way
 from memfit.measure.step import explained_errors, run_step
 from memfit.runtime.signature import describe
+from memfit.runtime.tiled_loss.in_model import TiledLoss
 from memfit.units import format_bytes, parse_bytes
 from memfit.workload import Workload, refuse_compiled, unwrap
 
+log = logging.getLogger(__name__)
 CUDA_GRAIN = 512
 _LEAST_BYTES = 10**6  # a number from here on is no card's
 _WORKSPACES = CUBLAS_THREADS * CUBLAS_BYTES
@@ -67,9 +70,23 @@ def estimate(
             run_step(workload)  # makes the optimizer's state
             segments = choose_segments(discover(workload))
             calls = [(s.visit.module, s.visit.number) for s in segments]
-            history, work = trace_step(workload, calls, CUDA_GRAIN if on_cuda else 1)
-        made = _estimate(workload, history, work, segments, cards, on_cuda=on_cuda)
+            grain = CUDA_GRAIN if on_cuda else 1
+            history, work = trace_step(workload, calls, grain)
+            tiled = _traced_in_tiles(workload, calls, grain)
+        made = _estimate(workload, history, tiled, work, segments, cards, on_cuda=on_cuda)
         return replace(made, notes=made.notes + fakes.values.notes())
+
+
+def _traced_in_tiles(
+    workload: Workload, calls: list[tuple[str, int]], grain: int
+) -> History | None:
+    """The step with its loss in tiles; None where the model's cannot be made so."""
+    try:
+        with TiledLoss(workload.model), explained_errors(workload):
+            return trace_step(workload, calls, grain)[0]
+    except MemfitError as refusal:
+        log.info("the loss was not traced in tiles: %s", refusal.message)
+        return None
 
 
 def _asked(device: str | int | None) -> list[Card | int]:
@@ -104,6 +121,7 @@ def _can_be_parsed(text: str) -> bool:
 def _estimate(
     workload: Workload,
     history: History,
+    tiled: History | None,
     work: Work,
     segments: tuple[Segment, ...],
     cards: list[Card | int],
@@ -114,7 +132,7 @@ def _estimate(
     categories = {name: int(curve[peak]) for name, curve in history.categories.items()}
     rows = _segment_rows(workload, history, segments)
     largest = max((row.parameter_bytes for row in rows), default=0)
-    needs = needs_of(history, largest)
+    needs = needs_of(history, tiled, largest)
     sizes = {name: int(curve.max()) for name, curve in history.categories.items()}
     state = sum(sizes[name] for name in ("parameters", "gradients", "optimizer_state"))
     workspace = 0

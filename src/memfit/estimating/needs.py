@@ -13,20 +13,31 @@ from memfit.ir.estimate import Needs
 STEPPED_COPIES = 3
 
 
-def needs_of(history: History, largest_parameters: int) -> Needs:
-    """The peak of each way; `largest_parameters` are the most bytes that one segment has."""
+def needs_of(history: History, tiled: History | None, largest_parameters: int) -> Needs:
+    """The peak of each way; `largest_parameters` are the most bytes that one segment has.
+
+    `tiled` is the same step with its loss in tiles, where it can be made so.
+    """
+    on_host, stepped = _without_optimizer(history, largest_parameters)
+    in_tiles = stepped
+    if tiled is not None:
+        in_tiles = min(stepped, *_without_optimizer(tiled, largest_parameters))
+    return Needs(
+        plain_bytes=int(history.total.max()),
+        recompute_bytes=int(history.recomputed.max()),
+        optimizer_on_host_bytes=on_host,
+        step_in_backward_bytes=stepped,
+        tiled_loss_bytes=in_tiles,
+    )
+
+
+def _without_optimizer(history: History, largest_parameters: int) -> tuple[int, int]:
+    """The peak with the optimizer's state on the host, and with its step in backward, too."""
     made = history.in_phases(("forward", "backward"))
-    recomputed = history.recomputed
     parts = history.categories
-    state = parts["optimizer_state"]
-    on_host = recomputed - state
+    on_host = history.recomputed - parts["optimizer_state"]
     stepped = on_host - parts["gradients"]
     on_host_bytes = int(on_host[made].max())
     stepped_bytes = int(stepped[made].max()) + STEPPED_COPIES * largest_parameters
-    return Needs(
-        plain_bytes=int(history.total.max()),
-        recompute_bytes=int(recomputed.max()),
-        optimizer_on_host_bytes=on_host_bytes,
-        # Where the peak lies before there are gradients, nobody has to step in backward.
-        step_in_backward_bytes=min(on_host_bytes, stepped_bytes),
-    )
+    # Where the peak lies before there are gradients, nobody has to step in backward.
+    return on_host_bytes, min(on_host_bytes, stepped_bytes)

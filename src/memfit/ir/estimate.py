@@ -8,8 +8,8 @@ from typing import Any
 from memfit.ir.codec import to_data
 
 SCHEMA_VERSION = 1
-# From the fastest to the smallest; each does what those before it do, too.
-WAYS = ("plain", "recompute", "optimizer on host", "step in backward")
+# Each does what those before it do, too; the last one only where it is asked for by name.
+WAYS = ("plain", "recompute", "optimizer on host", "step in backward", "loss in tiles")
 # The allocator holds more than the tensors in it: 1 to 2.5 % on the steps that were measured.
 UNUSED_SHARE = 0.03
 
@@ -28,13 +28,15 @@ class Needs:
     """Peak bytes of each way to run the step; all but the first are bounds, not plans.
 
     `recompute` drops what every segment saves; `optimizer_on_host` also keeps the optimizer's state
-    in host memory; `step_in_backward` also steps each segment as soon as its gradients are there.
+    in host memory; `step_in_backward` also steps each segment as soon as its gradients are there;
+    `tiled_loss` also makes the loss tile by tile, without the full logits.
     """
 
     plain_bytes: int
     recompute_bytes: int
     optimizer_on_host_bytes: int
     step_in_backward_bytes: int
+    tiled_loss_bytes: int
 
     def in_order(self) -> tuple[int, ...]:
         """The bytes of each of WAYS."""
@@ -43,6 +45,7 @@ class Needs:
             self.recompute_bytes,
             self.optimizer_on_host_bytes,
             self.step_in_backward_bytes,
+            self.tiled_loss_bytes,
         )
 
 

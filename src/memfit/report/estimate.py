@@ -18,6 +18,7 @@ _ADVICE = {
     "recompute": "likely with recompute",
     "optimizer on host": "perhaps: optimizer on host",
     "step in backward": "perhaps: optimizer on host, step in backward",
+    "loss in tiles": "perhaps: optimizer on host, step in backward, loss in tiles",
     None: "no",
 }
 

@@ -117,6 +117,28 @@ def test_no_way_needs_more_than_the_one_before_where_logits_are_the_peak() -> No
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
+def test_logits_are_not_needed_where_the_loss_is_in_tiles() -> None:
+    wide = {"vocab_size": "20000"}
+    large = estimate("encoder", batch=32, seq=256, overrides=SMALL | wide)
+    logits = 4 * 32 * 256 * 20000
+    saved = large.needs.step_in_backward_bytes - large.needs.tiled_loss_bytes
+    assert saved > 1.5 * logits, "they and their gradient"
+    budget = (large.needs.step_in_backward_bytes + large.needs.tiled_loss_bytes) // 2
+    (only,) = estimate("encoder", budget, batch=32, seq=256, overrides=SMALL | wide).cards
+    assert only.way == "loss in tiles"
+
+
+def test_a_model_without_logits_needs_no_tiles() -> None:
+    def build() -> Workload:
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = torch.ones(2, 3, 16, 16)
+        return Workload(model, lambda model, batch: model(batch).mean(), optimizer, batch)
+
+    needs = estimate(build).needs
+    assert needs.tiled_loss_bytes == needs.step_in_backward_bytes
+
+
 def test_every_card_is_answered_unless_one_is_named(small: Estimate) -> None:
     assert [card.name for card in small.cards] == [card.name for card in CARDS]
     assert all(card.fits and card.headroom_bytes > 0 for card in small.cards)
@@ -153,7 +175,7 @@ def test_frozen_parameters_are_not_counted_as_trained() -> None:
 
 
 def test_the_first_way_that_fits_is_taken() -> None:
-    needs = Needs(400, 300, 200, 100)
+    needs = Needs(500, 400, 300, 200, 100)
     for way, size in zip(WAYS, needs.in_order(), strict=True):
         assert first_way(needs, int(size * 1.03)) == way
     assert first_way(needs, 100) is None, "the allocator needs a little more than its tensors"
