@@ -22,7 +22,7 @@ from memfit.workload import Workload
 from swapping.session import Session
 
 STALL_SHARE = 0.01  # of the step may be spent waiting,
-MOST_SLOWDOWN = 1.025  # and so many times as long may it take, by the prediction
+MOST_SLOWDOWN = 1.03  # and so many times as long may it take, by the prediction
 SURE = 0.8  # of the rate at which copies run
 PROBES = 6
 ROUNDS = 4  # for each step that is asked for: a few per cent are to be told from none
