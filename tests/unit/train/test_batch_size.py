@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from memfit.errors import InfeasibleError, ModelError, UsageError
 from memfit.ir.batch_size import BatchTrial
-from memfit.measure.memory import measure_peak
+from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.runtime.split import samples_in
 from memfit.train.batch_size import find as finder
@@ -248,6 +249,22 @@ def test_out_of_memory_is_caught_and_a_smaller_size_found() -> None:
     assert 0.95 * 80 <= found.largest.size <= 80
     assert torch.equal(made.model.head.weight, before)
     assert all(p.grad is None for p in made.model.parameters())
+
+
+@pytest.mark.parametrize(("retries", "holds"), [([0], True), ([2, 1, 0], True), ([1] * 3, False)])
+def test_an_allocator_that_settles_after_some_steps_holds(
+    monkeypatch: pytest.MonkeyPatch, retries: list[int], holds: bool
+) -> None:
+    left = [0, *retries]  # the first is of forward and backward alone
+
+    def measured(*args: Any) -> Peak:
+        return replace(measure_peak(*args), retries=left.pop(0))
+
+    monkeypatch.setattr(trial, "measure_peak", measured)
+    made = workload()
+    found = trial.run_trial(made, 4, 2**30, partial(rebatch, made.batch), steps=1)
+    assert found.holds == holds and (found.step_s is not None) == holds
+    assert not left
 
 
 def test_a_step_that_fails_at_larger_sizes_only_ends_there() -> None:
