@@ -99,6 +99,24 @@ def test_where_there_is_room_work_may_be_faster_than_predicted_and_waits_for_not
     assert stall_s() > 0
 
 
+def test_time_to_spare_costs_no_wait_at_any_budget(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulator = _simulator(chain(6), 12_000)
+    moved: list[Act] = [Send(c) for c in range(4)]
+    lowest = simulator.peak_bytes(moved)
+    spared = 0
+    for budget in range(lowest, lowest + 4000, 100):
+        with_spare = simulator.scheduled(moved, budget)
+        with monkeypatch.context() as without:
+            without.setattr(copies, "UNSURE", 0.0)
+            just = simulator.scheduled(moved, budget)
+        assert simulator.peak_bytes(with_spare) <= budget
+        assert simulator.traffic(with_spare).stall_s <= simulator.traffic(just).stall_s + 1e-9
+        spared += with_spare != just
+    assert spared > 10
+
+
 def test_without_a_budget_the_peak_is_the_lowest(chain: Chain) -> None:
     simulator = _simulator(chain(4), 2_000)
     moved: list[Act] = [Send(c) for c in range(4)]
