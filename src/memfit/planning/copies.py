@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from memfit.planning.simulate import Simulator
 
 
-UNSURE = 0.25  # the work before a point may take so much less: where there is room, nothing waits
-
-
 @dataclass(frozen=True)
 class CopyTimes:
     """Seconds that each lane copies, and that the compute waits for copies."""
@@ -153,11 +150,18 @@ class Copies:
         return CopyTimes(*busy, stall_s)
 
     def scheduled(
-        self, simulator: Simulator, acts: Sequence[Act], budget: int | None
+        self,
+        simulator: Simulator,
+        acts: Sequence[Act],
+        budget: int | None,
+        unsure: float = 0.0,
     ) -> tuple[Act, ...]:
-        """The acts with points: memory goes when its copy is surely done, or sooner where the
-        budget has no room for it; it comes back as late as it can without a wait, or later
-        likewise. Without a budget the peak stays what it would be without copies under way."""
+        """The acts with points: memory goes when its copy is done, or sooner where the budget has
+        no room for it; it comes back as late as it can without a wait, or later likewise. Without a
+        budget the peak stays what it would be without copies under way.
+
+        Nothing waits either, where there is room, if the work before a point takes the share
+        `unsure` less than it should."""
         tight = tuple(without_points(act) for act in acts)
         loads = simulator.loads(tight)
         if not loads:
@@ -167,7 +171,7 @@ class Copies:
         room = budget - curve
         extra_s = simulator.added_seconds(tight)
         hides = float(self.overlap)  # a copy that nothing runs beside is over when it has begun
-        unsure = hides * UNSURE
+        unsure *= hides
         out = {
             a.call: _Load(size, hides * self.out_seconds(size, a.tensors), a.moments)
             for a, size, _ in loads

@@ -31,6 +31,7 @@ from memfit.units import format_bytes
 ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
 QUICK_ROOMS = (1.02, 1.05, 1.07, 1.14)  # as well, where each takes next to no time
 MINIMUM_S = 2.0  # to look for the smallest budget
+UNSURE = 0.25  # the work before a copy's end may take so much less than predicted
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
 
@@ -136,6 +137,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
         choice = smallest if target is None else filled_up(simulator, smallest, target)
         if target is not None and _both(simulator):
             choice = made_faster(simulator, choice, _request(simulator, goal, target, limit_s))
+    choice = _with_time_to_spare(simulator, choice, target)
     if known is not None and not _all_ran(simulator, choice):
         request = _request(simulator, goal, target, limit_s)
         choice = _ran(simulator, known, choice, request, seconds(simulator, choice)) or choice
@@ -153,6 +155,20 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     held = held_bytes(simulator, choice.acts, choice.trim) + goal.margin_bytes
     minimum_bytes = min(minimum_bytes, held)
     return _plan(simulator, goal, budget, choice, minimum_bytes, time.perf_counter() - started)
+
+
+def _with_time_to_spare(simulator: Simulator, choice: Choice, target: int | None) -> Choice:
+    """The choice with points at which nothing waits for copies if the work is faster than
+    predicted, where it holds and takes no longer with them."""
+    if simulator.copy is None or not simulator.moved_bytes(choice.acts):
+        return choice
+    # As much room as there is, or none but its own: then hardly more is held than before.
+    for room in (target, simulator.peak_bytes(choice.acts)):
+        later = replace(choice, acts=simulator.scheduled(choice.acts, room, UNSURE))
+        as_fast = seconds(simulator, later) <= (1 + 1e-9) * seconds(simulator, choice)
+        if as_fast and holds(simulator, later, target):
+            return later
+    return choice
 
 
 def _up(ratio: float, digits: int) -> str:

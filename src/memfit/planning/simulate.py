@@ -250,10 +250,12 @@ class Simulator:
         """The copies of the step on their lanes, and what waits for them."""
         return self.copies.traffic(self.loads(acts), self.added_seconds(acts))
 
-    def scheduled(self, acts: Sequence[Act], budget: int | None) -> tuple[Act, ...]:
+    def scheduled(
+        self, acts: Sequence[Act], budget: int | None, unsure: float = 0.0
+    ) -> tuple[Act, ...]:
         """The acts with points for their copies: as late as the budget lets memory go, as early
         as it has room again, so that little waits for a copy."""
-        return self.copies.scheduled(self, acts, budget)
+        return self.copies.scheduled(self, acts, budget, unsure)
 
     def loads(self, acts: Sequence[Act]) -> list[tuple[Away, int, int]]:
         """What is away, with the bytes each call sends and gets back; each block is copied once."""
