@@ -28,8 +28,9 @@ def check_file(path: Path | None) -> None:
             raise UsageError(f"{str(path)!r} cannot be written", hint=_HINT)
         return
     with writing(path):  # some folders, such as /proc, may be written to but take no files
-        path.touch(exist_ok=False)
-        path.unlink()
+        beside = path.with_name(f"{path.name}.part")  # nobody takes it for the file itself
+        beside.touch()
+        beside.unlink()
 
 
 def make_folder(path: Path | None) -> None:
