@@ -9,7 +9,7 @@ that compares every sample with every other). Jumps between two sizes are met by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from memfit.ir.batch_size import BatchTrial
@@ -21,6 +21,7 @@ WORTH_A_RUN = 1.01  # how much larger a batch must be
 STEP_BACK = 0.95  # of a size that just failed
 LAST_RUN = 0.985  # of the prediction: there is no other run to mend it
 NEARLY = 1.03  # a prediction so far above the budget may be wrong: the next size is tried
+LIVE_SHARE = 0.985  # of the budget: an allocator under a cap finds room for so many live bytes
 CLEARLY_WRONG = 1.1  # a prediction so far above a size that failed is of no use
 
 Point = tuple[int, int]
@@ -45,27 +46,42 @@ def next_size(trials: Sequence[BatchTrial], budget_bytes: int, max_size: int) ->
         again = sum(not t.holds for t in trials) > 1 or predicted > CLEARLY_WRONG * failed
         near = math.isqrt(held * failed) if again else int(STEP_BACK * failed)
         return max(near, held + 1)
-    if len(trials) == MAX_RUNS - 1:
+    last = len(trials) == MAX_RUNS - 1
+    if last:
         predicted = round(LAST_RUN * predicted)
-    if predicted > WORTH_A_RUN * held:
-        return predicted
-    more = held + 1
     # Under a cap the allocator may hold more than it needs: what is live says what might do.
+    if last or predicted <= WORTH_A_RUN * held:
+        predicted = max(predicted, _hopeful(trials, budget_bytes, held, failed))
+    return predicted if predicted > WORTH_A_RUN * held else None
+
+
+def _hopeful(trials: Sequence[BatchTrial], budget_bytes: int, held: int, failed: int) -> int:
+    """The size to try beyond `held` where predictions are spent; below `failed`."""
+    largest = largest_size(trials, int(LIVE_SHARE * budget_bytes), failed - 1, of=live_bytes)
+    if any(not trial.holds for trial in trials):  # it has been tried, or its like
+        largest = min(largest, math.isqrt(held * failed))
+    more = held + 1
     may_hold = (
         predicted_bytes(trials, more) <= NEARLY * budget_bytes
         or live_bytes(trials, more) <= budget_bytes
     )
-    return more if may_hold and WORTH_A_RUN * held < more <= max_size else None
+    return max(largest, more if may_hold else 0)
 
 
 def largest_size(
-    trials: Sequence[BatchTrial], budget_bytes: int, max_size: int, *, straight: bool = False
+    trials: Sequence[BatchTrial],
+    budget_bytes: int,
+    max_size: int,
+    *,
+    of: Callable[..., float] | None = None,
+    straight: bool = False,
 ) -> int:
-    """The largest batch predicted to stay within the budget; 0 for none."""
+    """The largest batch whose bytes (what counts, unless said) are within the budget; 0: none."""
+    bytes_of = of or predicted_bytes
     fits, too_large = 0, max_size + 1
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
-        if predicted_bytes(trials, middle, straight=straight) <= budget_bytes:
+        if bytes_of(trials, middle, straight=straight) <= budget_bytes:
             fits = middle
         else:
             too_large = middle
