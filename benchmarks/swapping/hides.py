@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from common import say
@@ -12,7 +14,7 @@ from memfit.errors import InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.measure.step import run_step, untouched
-from memfit.measure.timing import Clock
+from memfit.measure.timing import Clock, host_and_step_seconds
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import Simulator
 from memfit.runtime.apply import Applied
@@ -54,6 +56,7 @@ def run(session: Session, name: str, executor: str) -> dict[str, Any]:
         "a_a_by_rounds": compared(rows, again("plain"), "plain"),
         "predicted_forward_s": sum(Simulator(profile).copies.forward_s),
         "forward_s": _forward_seconds(workload),
+        "host_s": _host_seconds(workload, planned),
         "numerics": vars(check_numerics(workload, planned, unplanned)),
     }
 
@@ -70,6 +73,19 @@ def _forward_seconds(workload: Workload) -> float:
             run_step(workload, phase=phase)
         clock.settle()
     return clock.seconds(moments["forward"], moments["backward"])
+
+
+def _host_seconds(workload: Workload, planned: Applied) -> dict[str, float]:
+    """That launching a step takes: near the step itself, the host is what holds it up."""
+    seconds = {}
+    contexts: dict[str, AbstractContextManager[Any]] = {"plain": nullcontext(), "hides": planned}
+    with untouched(workload):
+        for name, around in contexts.items():
+            with around:
+                seconds[name], _ = host_and_step_seconds(
+                    partial(run_step, workload), workload.device
+                )
+    return seconds
 
 
 def lowest_hidden(profile: Profile) -> Plan | None:
