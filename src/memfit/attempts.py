@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.split import part_of
+from memfit.units import format_bytes
 from memfit.whole_step import Measure, Whole, beside, whole_step
 from memfit.workload import Workload
 
@@ -87,19 +88,23 @@ def _or_at_last(base: Profile, goal: Goal, make: Callable[[Goal], T]) -> T:
     """What is made of the goal, or of its last resort where nothing can be."""
     try:
         return make(goal)
-    except InfeasibleError:
-        if not _may_help(base, goal):
+    except InfeasibleError as refusal:
+        if not goal.last_resort or goal.budget_bytes is None:
             raise
+        stays = _stays_bytes(base, goal.last_resort)
+        if stays >= goal.budget_bytes:
+            raise refusal.saying(
+                f". Not tried: {', '.join(goal.last_resort)}, which would leave "
+                f"{format_bytes(stays)} in place; the smallest may be less with that"
+            ) from refusal
     return make(goal.at_last())
 
 
-def _may_help(base: Profile, goal: Goal) -> bool:
-    """Whether there is a last resort, and room for what it leaves in place."""
-    if not goal.last_resort or goal.budget_bytes is None:
-        return False
-    moved = "optimizer_offload" in goal.last_resort
+def _stays_bytes(base: Profile, techniques: Sequence[str]) -> int:
+    """Of what is there before the step, what these leave in place."""
+    moved = "optimizer_offload" in techniques
     away = base.graph.static.get("optimizer_state", 0) if moved else 0
-    return base.graph.static_bytes - away < goal.budget_bytes
+    return base.graph.static_bytes - away
 
 
 def _can_do_more(whole: Whole) -> bool:

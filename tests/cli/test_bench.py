@@ -41,6 +41,15 @@ def done(memfit: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, A
     return path, memfit("bench", *TARGET, *words)
 
 
+def test_cells_run_later_stand_in_their_place(memfit: Run, tmp_path: Path) -> None:
+    words = [*TARGET, "--batch", "2", "--systems", "eager,checkpoint", *QUICK]
+    for pattern in ("* | eager", "* | checkpoint"):
+        result = memfit("bench", *words, "--only", pattern, "-o", tmp_path / "b.json")
+        assert result.exit_code == 0, result.stderr
+    report = BenchReport.load(tmp_path / "b.json")
+    assert [cell.system for cell in report.cells] == ["eager", "checkpoint"]
+
+
 def test_a_tiny_suite_from_end_to_end(done: tuple[Path, Any]) -> None:
     path, result = done
     assert result.exit_code == 0, result.stderr

@@ -162,9 +162,11 @@ def test_a_last_resort_is_for_budgets_that_it_may_hold() -> None:
         ("85%", {"allow": "offload"}),
     ):
         tried.clear()
-        with pytest.raises(InfeasibleError):
+        with pytest.raises(InfeasibleError) as refusal:
             memfit.plan(workload, budget, executor="module", progress=tried.append, **options)
         assert not any(text.startswith("trying") for text in tried)
+        said = "Not tried: step_in_backward, which would leave" in str(refusal.value)
+        assert said == (not options)
 
 
 def test_state_stays_on_the_device_as_far_as_there_is_room() -> None:

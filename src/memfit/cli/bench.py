@@ -322,13 +322,14 @@ def _run(
     if command not in report.commands:
         report = replace(report, commands=(*report.commands, command))
     missing = missing_cells(report, cells, settings)
+    suite = replace(asked, only=()).cells()  # the order of all, whichever are run now
     report.save(output)  # a place that cannot be written is better known before the first cell
 
     session.quiet()
     with showing_progress(missing, len(cells)) as progress:
 
         def save(now: BenchReport, cell: Cell) -> None:
-            now = in_order(now, cells)
+            now = in_order(now, suite)
             now.save(output)
             output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
             progress.ended(cell)
@@ -349,7 +350,7 @@ def _run(
                 report, left = run_side_by_side(
                     report, missing, settings, save, open_lane=lane, **how
                 )
-    return in_order(report, cells), left
+    return in_order(report, suite), left
 
 
 def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool) -> list[Path]:
