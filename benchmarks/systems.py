@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +15,7 @@ from memfit.errors import MemfitError
 from memfit.measure.cuda_allocator import settle_optimizer_state
 from memfit.measure.memory import Peak, measure_peak, memory_cap
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_step, untouched
-from memfit.measure.timing import Inside, time_interleaved
+from memfit.measure.timing import Inside, ratio_by_rounds, time_interleaved
 from memfit.runtime.apply import Applied
 from memfit.workload import Workload
 
@@ -131,22 +129,11 @@ def a_a_spread(rows: Mapping[str, Mapping[str, Any]], first: str) -> float:
 def compared(
     rows: Mapping[str, Mapping[str, Any]], name: str, first: str
 ) -> dict[str, float] | None:
-    """How many times as long as the first a system took: the median of all rounds' ratios.
-
-    Both ran in each round, moments apart, so there is no drift in their ratio. The true median lies
-    between `low` and `high` in 19 of 20 cases (order statistics); with few rounds these are all of
-    them. None for a system that was timed by itself.
-    """
+    """How many times as long as the first a system took, by rounds; None if timed by itself."""
     if rows[name]["apart"]:
         return None
-    pairs = zip(rows[name]["samples_s"], rows[first]["samples_s"], strict=True)
-    ratios = sorted(one / other for one, other in pairs)
-    outside = max(0, math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))) - 1)
-    return {
-        "ratio": statistics.median(ratios),
-        "low": ratios[outside],
-        "high": ratios[-1 - outside],
-    }
+    ratio, low, high = ratio_by_rounds(rows[name]["samples_s"], rows[first]["samples_s"])
+    return {"ratio": ratio, "low": low, "high": high}
 
 
 def again(first: str) -> str:

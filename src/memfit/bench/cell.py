@@ -44,6 +44,7 @@ from memfit.ir.bench import (
     OUT_OF_MEMORY,
     REFUSED,
     UNAVAILABLE,
+    ByRounds,
     Cell,
     Compiled,
     Reference,
@@ -54,7 +55,7 @@ from memfit.measure.cuda_allocator import prefer_expandable_segments, settle_opt
 from memfit.measure.memory import Peak, memory_cap, peak_on
 from memfit.measure.ran_out import Stages
 from memfit.measure.step import drop_gradients, is_out_of_memory, run_first_steps, run_step
-from memfit.measure.timing import Inside, Timing, time_interleaved
+from memfit.measure.timing import Inside, Timing, ratio_by_rounds, time_interleaved
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.simulate import simulator_of
 from memfit.runtime.apply import Applied
@@ -63,6 +64,8 @@ from memfit.units import format_bytes
 from memfit.workload import Workload
 
 WARMUP = 3
+# Short steps are timed more often than was asked for: the host's noise is as long as they are.
+MORE_ROUNDS, ENOUGH_S = 5, 8.0
 COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
 PR_SET_PDEATHSIG = 1
 EAGER, UNPLANNED = "eager", "unplanned"
@@ -324,9 +327,16 @@ def _with_times(
     times: dict[str, Timing] = {}
     for turn in turns:
         times |= time_interleaved(
-            turn, run.device, rounds=run.spec.steps, warmup=WARMUP, limit_s=float("inf")
+            turn,
+            run.device,
+            rounds=run.spec.steps,
+            warmup=WARMUP,
+            limit_s=float("inf"),
+            most_rounds=MORE_ROUNDS * run.spec.steps,
+            enough_s=ENOUGH_S,
         )
     timing = times["system"]
+    together = beside is not None and not prepared.apart
     return replace(
         cell,
         peak_bytes=peak.bytes,
@@ -335,6 +345,7 @@ def _with_times(
         step_s=timing.median_s,
         spread_s=timing.spread_s,
         samples=len(timing.samples),
+        by_rounds=_by_rounds(timing, times["beside"]) if together else None,
         reference=None if beside is None else _reference(beside, times),
     )
 
@@ -348,7 +359,12 @@ def _reference(beside: _Beside, times: dict[str, Timing]) -> Reference:
         step_s=times["beside"].median_s,
         spread_s=times["beside"].spread_s,
         again_s=times["again"].median_s,
+        again_by_rounds=_by_rounds(times["again"], times["beside"]),
     )
+
+
+def _by_rounds(one: Timing, other: Timing) -> ByRounds:
+    return ByRounds(*ratio_by_rounds(one.samples, other.samples))
 
 
 def _finished(run: _Run, cell: Cell, prepared: Prepared, first_s: float) -> Cell:

@@ -107,7 +107,11 @@ def bench(
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", metavar="N", min=1, help="Steps of each kind to time.", rich_help_panel=_RUN
+            "--steps",
+            metavar="N",
+            min=1,
+            help="Steps of each kind to time, of short ones up to five times as many.",
+            rich_help_panel=_RUN,
         ),
     ] = 10,
     timeout: Annotated[

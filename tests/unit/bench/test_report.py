@@ -30,7 +30,14 @@ from memfit.bench.report.tables import (
 )
 from memfit.bench.workloads import named, sized
 from memfit.errors import UsageError
-from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, UNAVAILABLE, LargestBatch, WorkloadSpec
+from memfit.ir.bench import (
+    CRASHED,
+    OUT_OF_MEMORY,
+    UNAVAILABLE,
+    ByRounds,
+    LargestBatch,
+    WorkloadSpec,
+)
 
 MIB = 2**20
 ODD = "<script>alert('x')</script> & | $x^2$"
@@ -62,6 +69,18 @@ def test_remarks_name_retries_few_samples_and_another_reference(cell, planned):
         "RETRIES of the allocator: memory was short, so times are not the step's own; "
         "against unplanned; NUMBERS DIFFER; median of 4 only; fit 3.00 s"
     )
+
+
+def test_ratios_by_rounds_go_before_those_of_medians(cell, report):
+    old = cell("eager", 100, 1.0)
+    base = replace(old.reference, again_by_rounds=ByRounds(1.002, 0.998, 1.004))
+    new = replace(old, reference=base, by_rounds=ByRounds(0.999, 0.99, 1.01))
+    assert (new.ratio, new.same_code_ratio) == (0.999, 1.002)
+    first, again = system_rows([new])
+    assert (first[5], first[6]) == ("-0.1% ±1.0", "+0.2% ±0.3")
+    assert again[5] == again[6] == "+0.2% ±0.3"
+    assert "in 19 of 20 cases" in markdown(report(new))
+    assert "in 19 of 20 cases" not in markdown(report(old))
 
 
 def test_plans_show_estimate_and_measurement(cell, planned):

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from memfit.measure.call_times import CallClock, medians
-from memfit.measure.timing import SHORT_S, Clock, Inside, summarise, time_interleaved
+from memfit.measure.timing import (
+    SHORT_S,
+    Clock,
+    Inside,
+    ratio_by_rounds,
+    summarise,
+    time_interleaved,
+)
 
 CPU = torch.device("cpu")
 
@@ -106,6 +113,33 @@ def test_times_that_do_not_vary_are_not_taken_more_often(monkeypatch: pytest.Mon
     works = {"a": taking(9.0, 1.0, 1.006, 1.0, 1.0), "b": taking(9.0, 2.0, 2.0, 2.0, 2.0)}
     varying = time_interleaved(works, CPU, rounds=4, steady=0.005)
     assert {len(t.samples) for t in varying.values()} == {4}
+
+
+def test_short_works_have_more_rounds_until_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("memfit.measure.timing.time.perf_counter", lambda: now)
+
+    def rounds_of(seconds: float) -> int:
+        def work() -> None:
+            nonlocal now
+            now += seconds
+
+        more = {"most_rounds": 50, "enough_s": 8.0, "limit_s": float("inf")}
+        return len(time_interleaved({"a": work}, CPU, rounds=10, **more)["a"].samples)
+
+    assert [rounds_of(s) for s in (0.01, 0.5, 3.0)] == [50, 16, 10]
+
+
+def test_ratios_by_rounds_have_no_drift_in_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drift = torch.linspace(1, 3, 100, dtype=torch.float64)
+    noise = 1 + 0.02 * torch.randn(100, generator=generator, dtype=torch.float64)
+    ratio, low, high = ratio_by_rounds((1.1 * drift * noise).tolist(), drift.tolist())
+    assert low < 1.1 < high and 1.09 < ratio < 1.11
+    assert 0.005 < high - low < 0.02
+    assert ratio_by_rounds([3.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (1.5, 1.0, 2.0)
+    with pytest.raises(ValueError, match="zip"):
+        ratio_by_rounds([1.0], [1.0, 2.0])
 
 
 def test_median_and_spread() -> None:
