@@ -221,11 +221,17 @@ class Cell:
 
     @property
     def noise(self) -> float:
-        """Differences in `ratio` up to this share mean nothing: A/A, and both spreads."""
+        """Differences in `ratio` up to this share mean nothing.
+
+        A/A, and what the ratios by rounds may be off by; both spreads where there are none.
+        """
         if self.step_s is None or self.reference is None or self.same_code_ratio is None:
             return 0.0
-        spread = max(self.spread_s / self.step_s, self.reference.spread_s / self.reference.step_s)
-        return max(abs(self.same_code_ratio - 1), spread)
+        base, again = self.reference, self.reference.again_by_rounds
+        apart = abs(self.same_code_ratio - 1)
+        if self.by_rounds is not None and again is not None:
+            return max(apart, again.within, self.by_rounds.within / self.by_rounds.ratio)
+        return max(apart, self.spread_s / self.step_s, base.spread_s / base.step_s)
 
     @property
     def peak_ratio(self) -> float | None:

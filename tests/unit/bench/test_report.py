@@ -75,7 +75,10 @@ def test_ratios_by_rounds_go_before_those_of_medians(cell, report):
     old = cell("eager", 100, 1.0)
     base = replace(old.reference, again_by_rounds=ByRounds(1.002, 0.998, 1.004))
     new = replace(old, reference=base, by_rounds=ByRounds(0.999, 0.99, 1.01))
+    new = replace(new, spread_s=0.5)  # of the machine, which slowed both down alike
     assert (new.ratio, new.same_code_ratio) == (0.999, 1.002)
+    assert new.noise == pytest.approx(0.01, rel=0.01)
+    assert replace(new, by_rounds=None).noise > 10
     first, again = system_rows([new])
     assert (first[5], first[6]) == ("-0.1% ±1.0", "+0.2% ±0.3")
     assert again[5] == again[6] == "+0.2% ±0.3"
