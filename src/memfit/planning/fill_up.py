@@ -43,8 +43,12 @@ def _best_level(
 
     levels = []
     for variant in range(1, len(simulator.menus[graph])):
+        picks = [Pick(call, variant) for call in calls]
         slower = [
-            c for c in calls if simulator.seconds_of(Pick(c, variant)) < picked.get(c, float("inf"))
+            pick.call
+            for pick in picks
+            if simulator.seconds_of(pick) < picked.get(pick.call, float("inf"))
+            and simulator.may(pick)
         ]
         for order in (slower, slower[::-1]):
             taken = _most(acts, order, variant, likely)

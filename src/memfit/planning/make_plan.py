@@ -32,6 +32,7 @@ ROOMS = (1.04, 1.01, 1.1, 1.18, 1.26)
 QUICK_ROOMS = (1.02, 1.05, 1.07, 1.14)  # as well, where each takes next to no time
 MINIMUM_S = 2.0  # to look for the smallest budget
 UNSURE = 0.25  # the work before a copy's end may take so much less than predicted
+TRIM_PAYS = 0.1  # of the step's time must be saved by giving pages back where others hold
 WORTH_A_CHANGE = 0.01  # of the step's time: less is not worth compiling another variant
 
 
@@ -287,13 +288,22 @@ def _choose(
             return ran
     if holds(simulator, first, target):
         return _compilable(simulator, request, first, goal.strategy)
+
+    def placed(trim: bool) -> Choice | None:
+        return well_placed(simulator, request, replace(first, trim=trim), goal.strategy)
+
+    found = placed(False)
+    far_s = (1 + TRIM_PAYS) * (simulator.profile.step_s + first.lower_bound_s)
     # Pages given back must be mapped again, and how long that takes varies: only where nothing
-    # else holds.
-    for trim in (False, True):
-        found = well_placed(simulator, request, replace(first, trim=trim), goal.strategy)
-        if found is not None:
-            return _compilable(simulator, request, found, goal.strategy)
-    return first
+    # else holds, or is far slower.
+    if found is None or seconds(simulator, found) > far_s:
+        trimmed = placed(True)
+        if found is None or (
+            trimmed is not None
+            and (1 + TRIM_PAYS) * seconds(simulator, trimmed) < seconds(simulator, found)
+        ):
+            found = trimmed
+    return first if found is None else _compilable(simulator, request, found, goal.strategy)
 
 
 def _request(simulator: Simulator, goal: Goal, target: int | None, limit_s: float) -> Request:

@@ -144,8 +144,12 @@ class Simulator:
             for call in self.graph.calls
             if call.graph >= 0 and call.need >= 0
             for variant in range(1, len(self.menus[call.graph]))
-            if self.recompute or not self.recomputes(Pick(call.index, variant))
+            if self.may(Pick(call.index, variant))
         ]
+
+    def may(self, pick: Pick) -> bool:
+        """Whether the techniques allow a pick: menus have variants that recompute in any case."""
+        return self.recompute or not self.recomputes(pick)
 
     def recomputes(self, act: Pick | Send) -> bool:
         """Whether an act about one call makes anything again."""

@@ -20,7 +20,7 @@ from memfit.planning.placed import fastest_holding, filled_up, holds, seconds, t
 from memfit.planning.request import Choice, Request
 from memfit.planning.rivals import made_faster
 from memfit.planning.simulate import Simulator
-from memfit.planning.strategies import STRATEGIES, choose_interval
+from memfit.planning.strategies import STRATEGIES, choose_interval, choose_swap
 
 NEAR = 0.005  # of the bound: nearer than this no other way to a plan is tried
 # The same as long as fused variants have not run: what they take is only reckoned, and off by more.
@@ -40,12 +40,12 @@ def well_placed(
 
     first = _alike(simulator, request, choice, strategy)
     known = tightened(simulator, ask, request, first)
-    if strategy != "optimal" or not simulator.recompute:
+    if strategy != "optimal":
         return fastest_holding(simulator, known, budget)
     guessed = simulator.profile.executor == "inductor" and not simulator.profile.known
     near = NEAR_A_GUESS if guessed else NEAR
     near_s = (1 + near) * (simulator.profile.step_s + choice.lower_bound_s)
-    for more in (_without_runs, _filled_up, _mended):
+    for more in (_without_runs, _filled_up, _mended)[0 if simulator.recompute else 1 :]:
         best = fastest_holding(simulator, known, budget)
         if best is not None and seconds(simulator, best) <= near_s:
             return best
@@ -103,7 +103,7 @@ def _filled_up(
 
 def _lean_ends(simulator: Simulator, request: Request) -> Iterator[tuple[Act, ...]]:
     """Acts that take little memory and, where these are quick to find, the least."""
-    yield choose_interval(simulator, request).acts
+    yield (choose_interval if simulator.recompute else choose_swap)(simulator, request).acts
     if optimal.is_quick(simulator):
         lowest = optimal.smallest(simulator, host_bytes=request.host_bytes)
         yield from [] if lowest is None else [lowest.acts]
