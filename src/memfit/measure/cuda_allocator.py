@@ -1,4 +1,7 @@
-"""The CUDA allocator's settings, and what lies in its memory. The only module that changes them."""
+"""The CUDA allocator's settings, and what lies in its memory.
+
+The only module that changes these settings; the cap on what a process may take is set in `memory`.
+"""
 
 from __future__ import annotations
 

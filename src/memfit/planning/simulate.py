@@ -1,4 +1,7 @@
-"""The only place that predicts: bytes and seconds of a step under given decisions.
+"""Bytes and seconds of a step under given decisions: what every prediction is made by.
+
+`reserved` has what the CUDA allocator adds to the bytes, `segment.passes` what one variant of a
+segment costs; everything else asks these three.
 
 A decision is a set of acts: runs of segment calls recomputed whole, picks of other variants for
 single calls, and what waits on the host in between. Calls in no act are kept. Under a decision each

@@ -1,7 +1,7 @@
 """Compile one segment through dynamo and AOTAutograd, and run it.
 
-This is the only module that touches torch's compiler backends and their settings, so that a new
-release means one file to mend.
+torch's compiler backends and their settings are used here; the rest of torch's compiler that is not
+public is in the other modules of this folder, so that a new release means this folder to mend.
 """
 
 from __future__ import annotations
