@@ -60,11 +60,16 @@ class Config:
         """The fields that are set."""
         return self._set()
 
-    def save(self, path: Path) -> None:
-        """Write it as TOML, or as JSON where the name ends so."""
+    def save(self, path: Path, *, new: bool = False) -> None:
+        """Write it as TOML, or as JSON where the name ends so; a `new` file must not be there."""
         text = json.dumps(self._set(), indent=2) + "\n" if _is_json(path) else self.to_toml()
         try:
-            path.write_text(text, encoding="utf-8")
+            with path.open("x" if new else "w", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise UsageError(
+                f"{str(path)!r} exists already and is left as it is", hint="choose another name"
+            ) from error
         except OSError as error:
             raise UsageError(
                 f"{str(path)!r} cannot be written: {error.strerror}",
@@ -168,14 +173,14 @@ PRESETS = {
     "aggressive": Config(
         allow=("recompute", "offload", "step_in_backward", "tiled_loss"), max_slowdown=2.0
     ),
-    # Everything that there is, at any cost in time.
+    # State on the host as well, at any cost in time.
     "maximum": Config(
         allow=("recompute", "offload", "step_in_backward", "tiled_loss", "optimizer_offload")
     ),
 }
 _LANGUAGE = Config(dtype="bf16", optimizer="adamw")
 RECIPES = {
-    "124m-4gib": replace(_LANGUAGE, budget="4GiB", batch=8, seq=1024).over(PRESETS["balanced"]),
+    "124m-4gib": replace(_LANGUAGE, budget="4GiB", batch=8, seq=1024).over(PRESETS["aggressive"]),
     "1b-16gib": replace(_LANGUAGE, budget="16GiB", batch=1, seq=2048).over(PRESETS["maximum"]),
 }
 # Sizes whose parameters alone are larger than the card: nothing here can help them.

@@ -34,7 +34,7 @@ VERBS = {
     "report": f"{TARGET} {GOAL} {HOW.replace(' --explain', '')} --profile --plan --result --trace "
     "--flame --plots --curve --no-curve --points --steps --output -o",
     "doctor": "--json --verbose -v",
-    "init": "file --json --verbose -v",
+    "init": "file --preset --json --verbose -v",
 }
 
 

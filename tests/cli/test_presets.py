@@ -8,6 +8,7 @@ from typing import Any
 from memfit.cli.goal import GoalOptions
 from memfit.cli.starting import started
 from memfit.cli.target import Target
+from memfit.config import load, named
 
 
 def test_a_preset_says_how_far_a_fit_may_go(memfit, tiny):
@@ -26,6 +27,21 @@ def test_a_file_gives_the_budget_and_the_command_line_goes_first(memfit, tiny, t
     assert plan["executor"] == "module"
     other = memfit("plan", *tiny, "--config", str(file), "--executor", "graph", "--json")
     assert json.loads(other.stdout)["executor"] == "graph"
+
+
+def test_a_preset_becomes_a_file_to_change(memfit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = memfit("init", "--preset", "124m-4gib")
+    assert written.exit_code == 0, written.stderr
+    assert written.stdout.splitlines()[-1] == "next: memfit fit TARGET --config memfit.toml"
+    assert load(tmp_path / "memfit.toml") == named("124m-4gib")
+    again = memfit("init", "--preset", "balanced")
+    assert again.exit_code == 2 and "exists already" in again.stderr
+    other = memfit("init", "mine.json", "--preset", "balanced", "--json")
+    assert json.loads(other.stdout)["file"] == "mine.json"
+    assert load(tmp_path / "mine.json") == named("balanced")
+    unknown = memfit("init", "--preset", "huge")
+    assert unknown.exit_code == 2 and "one of: conservative" in unknown.stderr
 
 
 def test_what_a_preset_cannot_be(memfit, tiny, tmp_path):
@@ -58,7 +74,7 @@ def test_zeros_and_ones_that_are_given_go_before_a_preset(tmp_path):
     what, goal, batches = started(*given, 1, "124m-4gib", file)
     assert (what.batch, what.seq, goal.max_slowdown, batches) == (0, 0, 0.0, 1)
     what, goal, batches = started(target(), options(), None, "124m-4gib", file)
-    assert (what.batch, what.seq, goal.max_slowdown, batches) == (8, 1024, 1.33, 4)
+    assert (what.batch, what.seq, goal.max_slowdown, batches) == (8, 1024, 2.0, 4)
     assert started(target(), options(), None, None, None)[2] == 1
 
 

@@ -13,16 +13,36 @@ from memfit.cli.session import opened
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path(
-        "workload.py"
-    ),
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE",
+            help="The file to write; left out: workload.py, or memfit.toml with --preset.",
+            show_default=False,
+        ),
+    ] = None,
+    preset: options.Preset = None,
     as_json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Write a small workload file to change into your own training step."""
+    """Write a small workload file to change into your own training step; or, with --preset, a
+    configuration file with that preset's fields, for --config."""
     with opened(as_json=as_json, verbose=verbose) as session:
+        if preset is not None:
+            from memfit.config import named
+
+            file = file or Path("memfit.toml")
+            named(preset).save(file, new=True)
+            next_command = f"memfit fit TARGET --config {shlex.quote(str(file))}"
+            if session.as_json:
+                session.emit({"file": str(file), "preset": preset, "next": next_command})
+            else:
+                session.line(f"wrote {file}: the fields of {preset}, to be changed")
+                session.line(f"next: {next_command}")
+            return
         from memfit.targets.starter import write_starter
 
+        file = file or Path("workload.py")
         write_starter(file)
         target = f"{file}:workload"
         command = f"memfit fit {shlex.quote(target)}"

@@ -52,8 +52,8 @@ class ByRounds:
 
     @property
     def within(self) -> float:
-        """Half the distance between both."""
-        return (self.high - self.low) / 2
+        """How far the true one may be from `ratio`: to the farther of both, outliers lie there."""
+        return max(self.high - self.ratio, self.ratio - self.low)
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,13 @@ def test_ratios_by_rounds_go_before_those_of_medians(cell, report):
     new = replace(old, reference=base, by_rounds=ByRounds(0.999, 0.99, 1.01))
     new = replace(new, spread_s=0.5)  # of the machine, which slowed both down alike
     assert (new.ratio, new.same_code_ratio) == (0.999, 1.002)
-    assert new.noise == pytest.approx(0.01, rel=0.01)
+    assert new.noise == pytest.approx(0.011, rel=0.01)
+    outliers = replace(new, by_rounds=ByRounds(1.0, 0.999, 1.1))  # on one side only
+    assert outliers.noise == pytest.approx(0.1)
     assert replace(new, by_rounds=None).noise > 10
     first, again = system_rows([new])
-    assert (first[5], first[6]) == ("-0.1% ±1.0", "+0.2% ±0.3")
-    assert again[5] == again[6] == "+0.2% ±0.3"
+    assert (first[5], first[6]) == ("-0.1% ±1.1", "+0.2% ±0.4")
+    assert again[5] == again[6] == "+0.2% ±0.4"
     assert "in 19 of 20 cases" in markdown(report(new))
     assert "in 19 of 20 cases" not in markdown(report(old))
 

@@ -77,8 +77,8 @@ def _executors(cells: Sequence[Cell], specs: Sequence[WorkloadSpec]) -> list[str
 
 
 BY_ROUNDS = (
-    " Where ± stands behind them, overhead and A/A are medians of the ratios of all rounds, which "
-    "lie so near to the true ones in 19 of 20 cases."
+    " Where ± stands behind them, overhead and A/A are medians of the ratios of all rounds: the "
+    "true ones lie at most so far off in 19 of 20 cases."
 )
 
 
