@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +53,13 @@ class Int8Weights(Stacked):
         for name, module in self.modules.items():
             parameter: Any = module.weight
             if id(parameter) not in self._weights:
-                axis = channel_axis(module) if self._per_channel else None
-                weight = _Weight(name, parameter, self._symmetric, axis)
+                quantized = partial(
+                    quantize,
+                    symmetric=self._symmetric,
+                    axis=channel_axis(module),
+                    per_channel=self._per_channel,
+                )
+                weight = _Weight(name, parameter, quantized)
                 stack.callback(weight.put_back)
                 self._weights[id(parameter)] = weight
         for module in dict.fromkeys(self.modules.values()):
@@ -81,11 +87,14 @@ class _Weight:
     """A parameter whose values lie in host memory, and in int8 where they came from."""
 
     def __init__(
-        self, name: str, parameter: torch.nn.Parameter, symmetric: bool, axis: int | None
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        quantize: Callable[[torch.Tensor], Int8Tensor],
     ) -> None:
         self.parameter = parameter
         self.device = parameter.device
-        self._name, self._symmetric, self._axis = name, symmetric, axis
+        self._name, self._quantize = name, quantize
         self._int8 = self._quantized()
         parameter.data = parameter.data.cpu()
         self._version = parameter._version
@@ -111,7 +120,7 @@ class _Weight:
     def _quantized(self) -> Int8Tensor:
         values = self.parameter.data.to(self.device)
         try:
-            found = quantize(values, symmetric=self._symmetric, axis=self._axis)
+            found = self._quantize(values)
         except UsageError as error:
             raise UsageError(f"{self._name}: {error.message}", hint=error.hint) from error
         if found.num_zero_channels:
@@ -119,7 +128,7 @@ class _Weight:
                 "%s: %d of %d channels of the weight are all zero, and stay so in int8",
                 self._name,
                 found.num_zero_channels,
-                found.scale.numel(),
+                found.codes.shape[found.axis],
             )
         return found
 

@@ -173,9 +173,26 @@ def test_the_fused_encoder_layer_is_not_taken() -> None:
             assert not torch.equal(layer(x), exact)
 
 
-def test_zero_channels_are_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_linear_layer_was_silenced_by_one_large_weight(symmetric: bool) -> None:
+    linear = torch.nn.Linear(64, 64).requires_grad_(False)
+    linear.weight.mul_(0.01)[5, 7] = 100.0
+    before, x = linear.weight.clone(), torch.randn(2, 64)
+    with pytest.raises(UsageError, match=r"63 of 64 channels would become all zero") as refusal:
+        Int8Weights(linear, symmetric=symmetric, per_channel=False).install()
+    assert "per_channel=True" in str(refusal.value.hint)
+    assert torch.equal(linear.weight, before) and "forward" not in vars(linear)
+    with Int8Weights(linear, symmetric=symmetric):
+        assert bool(linear(x).isfinite().all())
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_zero_channels_are_said(
+    model: Any, caplog: pytest.LogCaptureFixture, per_channel: bool
+) -> None:
     model.linear.weight[3] = 0
-    with caplog.at_level(logging.WARNING), Int8Weights(model, names=["linear"]):
+    int8 = Int8Weights(model, names=["linear"], per_channel=per_channel)
+    with caplog.at_level(logging.WARNING), int8:
         model(TOKENS)
     assert [r.getMessage() for r in caplog.records] == [
         "linear: 1 of 8 channels of the weight are all zero, and stay so in int8"
