@@ -63,8 +63,8 @@ def test_a_tiny_suite_from_end_to_end(done: tuple[Path, Any]) -> None:
         "memfit:90% executor=module": "ok",
         "memfit:1% executor=module": "refused",
     }
-    assert "memfit is best at " in result.stdout
-    assert "2 workloads: memfit is best at " in result.stdout
+    assert "memfit is faster at " in result.stdout
+    assert "2 workloads: memfit is faster at " in result.stdout
     assert "REFUSED" in result.stdout and "over the batch size" in result.stdout
     assert "memfit ran by the executor module" in result.stdout
     assert "[8/8]" in result.stderr  # a line for each cell, as this is no terminal

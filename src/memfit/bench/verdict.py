@@ -1,8 +1,9 @@
-"""Where memfit is best, where it is not, and by how much. Arithmetic on cells, no torch.
+"""Where memfit is faster, where it is not, and by how much. Arithmetic on cells, no torch.
 
 Cells are compared as ratios to the reference that each timed in its own process, so only those
 with the same kind of reference stand side by side. A peer competes with a plan when it needs no
-more memory; differences within the noise of either cell count as equal.
+more memory; differences within the noise of either cell count as equal. A plan that no peer
+competes with is alone: smaller than all of them, and not called faster than any.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Verdict:
     lowest_peer: Cell | None
     left_out: tuple[str, ...]
 
+    @property
+    def judged(self) -> bool:
+        """Whether there was a plan and a peer to compare it with."""
+        return bool(self.duels) and self.lowest_peer is not None
+
 
 def is_memfit(cell: Cell) -> bool:
     """Whether a cell is one of memfit's own."""
@@ -108,10 +114,11 @@ def judge(workload: str, cells: Sequence[Cell]) -> Verdict:
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """The verdict in words: the first line says how often memfit is best."""
-    if not verdict.duels:
-        why = "; ".join(verdict.left_out) or "no plan was run"
-        return [f"{verdict.workload}: nothing to judge ({why})"]
+    """The verdict in words: the first line says how often memfit is faster than its peers."""
+    if not verdict.judged:
+        why = ["no peer to compare with"] if verdict.duels else []
+        said = "; ".join([*why, *verdict.left_out]) or "no plan was run"
+        return [f"{verdict.workload}: nothing to judge ({said})"]
     lines = [f"{verdict.workload}: {_tally(verdict.duels)}"]
     lines += [_duel_line(duel) for duel in verdict.duels]
     plans = [duel.planned for duel in verdict.duels]
@@ -129,7 +136,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 def summary_line(verdicts: Iterable[Verdict]) -> str | None:
     """All workloads in one line; None where nothing was compared."""
-    judged = [v for v in verdicts if v.duels]
+    judged = [v for v in verdicts if v.judged]
     if not judged:
         return None
     duels = [duel for v in judged for duel in v.duels]
@@ -147,10 +154,10 @@ def summary_line(verdicts: Iterable[Verdict]) -> str | None:
 
 def _tally(duels: Sequence[Duel]) -> str:
     count = Counter(duel.outcome for duel in duels)
-    best = count["alone"] + count["faster"]
-    words = [f"memfit is best at {best} of {len(duels)} points"]
+    words = [f"memfit is faster at {count['faster']} of {len(duels)} points"]
     words += [f"equal within noise at {count['equal']}"] if count["equal"] else []
     words += [f"behind at {count['slower']}"] if count["slower"] else []
+    words += [f"alone at {count['alone']} (no peer needs so little)"] if count["alone"] else []
     return ", ".join(words)
 
 

@@ -51,7 +51,8 @@ def test_a_plan_is_faster_slower_equal_or_alone(cell):
     }
     lines = verdict_lines(verdict)
     assert lines[0] == (
-        "net@8: memfit is best at 2 of 4 points, equal within noise at 1, behind at 1"
+        "net@8: memfit is faster at 1 of 4 points, equal within noise at 1, behind at 1, "
+        "alone at 1 (no peer needs so little)"
     )
     assert "memfit:60%: 60 MB, 1.200x; 20.0% faster than checkpoint (50 MB, 1.500x)" in lines
     assert "memfit:85%: 85 MB, 0.950x; 5.6% slower than compile (80 MB, 0.900x)" in lines
@@ -90,9 +91,24 @@ def test_one_line_for_all_workloads_names_where_memfit_is_furthest_behind(cell):
     peer = cell("compile", 50, 1.0)
     fine = judge("a", [peer, cell("memfit:60%", 60, 0.9)])
     slow = judge("b", [peer, cell("memfit:60%", 60, 1.1), cell("memfit:70%", 70, 1.2)])
-    assert summary_line([fine]) == "1 workload: memfit is best at 1 of 1 points"
+    assert summary_line([fine]) == "1 workload: memfit is faster at 1 of 1 points"
     assert summary_line([fine, slow]) == (
-        "2 workloads: memfit is best at 1 of 3 points, behind at 2; furthest behind: memfit:70% on "
-        "net@8, 20.0% slower than compile"
+        "2 workloads: memfit is faster at 1 of 3 points, behind at 2; furthest behind: memfit:70% "
+        "on net@8, 20.0% slower than compile"
     )
     assert summary_line([judge("c", [peer])]) is None
+
+
+def test_points_that_nobody_contests_are_not_called_best(cell):
+    """A plan that takes 1.571 of the only peer's time was "best at 1 of 1 points"."""
+    verdict = judge("net@8", [cell("eager", 100, 1.0), cell("memfit-cut:40%", 60, 1.571)])
+    assert verdict_lines(verdict)[0] == (
+        "net@8: memfit is faster at 0 of 1 points, alone at 1 (no peer needs so little)"
+    )
+
+
+def test_without_a_peer_there_is_nothing_to_judge(cell):
+    """A benchmark of memfit alone was one that it was best in, where no peer needs so little."""
+    verdict = judge("net@8", [cell("memfit:60%", 60, 1.2)])
+    assert verdict_lines(verdict) == ["net@8: nothing to judge (no peer to compare with)"]
+    assert summary_line([verdict]) is None
