@@ -15,7 +15,7 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.planning.budget import check_budget_text
 from memfit.planning.make_plan import Goal
-from memfit.planning.techniques import allowed_techniques
+from memfit.planning.techniques import allowed_over, allowed_techniques
 from memfit.units import parse_bytes
 
 EXECUTORS = ("auto", "graph", "inductor", "module")
@@ -45,11 +45,13 @@ class Config:
         _check(self)
 
     def over(self, base: Config) -> Config:
-        """This one, with what it leaves open taken from `base`."""
+        """This one, with what it leaves open taken from `base`; "+name" adds to its techniques."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, ())}
         goal = {"budget", "utilization"}
         if goal & given.keys():  # they exclude each other
             base = replace(base, budget=None, utilization=None)
+        if self.allow:
+            given["allow"] = allowed_over(self.allow, base.allow)
         return replace(base, **given)
 
     def to_toml(self) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from memfit.cli.goal import GoalOptions
 from memfit.cli.starting import started
@@ -59,7 +62,7 @@ def test_what_a_preset_cannot_be(memfit, tiny, tmp_path):
 def options(**given: Any) -> GoalOptions:
     names = ("budget", "utilization", "activation_reduction", "max_slowdown", "strategy")
     values = [given.get(name) for name in (*names, "interval")]
-    return GoalOptions(*values, [], [], given.get("executor"))
+    return GoalOptions(*values, [], given.get("allow", []), given.get("executor"))
 
 
 def target(**given: Any) -> Target:
@@ -111,3 +114,54 @@ def test_no_choice_within_the_limit(memfit, tiny, monkeypatch):
     last = shown.stdout.splitlines()[-1]
     assert last.startswith("no plan found within 1.1x the plain step's time, nothing fitted; next")
     assert "memfit plan encoder" in last and "--sweep" in last
+
+
+def test_a_strategy_that_is_given_leaves_the_budget_of_a_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('budget = "70%"\n')
+    _, goal, _ = started(target(), options(strategy="ratio"), None, None, file)
+    assert (goal.budget, goal.strategy) == ("70%", "ratio")
+    _, goal, _ = started(target(), options(utilization=0.5), None, None, file)
+    assert (goal.budget, goal.utilization) == (None, 0.5)
+
+
+@pytest.mark.parametrize("name", ["balanced", "aggressive", "maximum"])
+def test_choices_are_planned_without_what_a_preset_has_for_one_budget(memfit, tiny, name):
+    shown = memfit("fit", *tiny, "--preset", name)
+    assert shown.exit_code == 0, shown.stderr
+    assert "many budgets: planned without step_in_backward" in shown.stdout
+    last = shown.stdout.splitlines()[-1]
+    assert all(f"--allow {technique}" in last for technique in named(name).allow)
+
+
+def test_a_sweep_leaves_out_the_budget_and_the_step_techniques_of_a_file(memfit, tiny, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('budget = "70%"\nallow = ["recompute", "tiled_loss"]\n')
+    shown = memfit("plan", *tiny, "--config", file, "--sweep", "--json")
+    assert shown.exit_code == 0, shown.stderr
+    (note,) = json.loads(shown.stdout)["notes"]
+    assert note.endswith("without --budget 70%, tiled_loss of the preset or file")
+
+
+def test_what_is_given_for_one_budget_is_refused_for_many(memfit, tiny, tmp_path):
+    refused = memfit("fit", *tiny, "--preset", "conservative", "--allow", "+tiled_loss")
+    assert refused.exit_code == 2 and "tiled_loss is tried for one budget" in refused.stderr
+    refused = memfit("plan", *tiny, "--preset", "balanced", "--sweep", "--budget", "70%")
+    assert refused.exit_code == 2 and "--budget is for one plan" in refused.stderr
+    file = tmp_path / "mine.toml"
+    file.write_text('allow = ["tiled_loss"]\n')
+    refused = memfit("plan", *tiny, "--config", file, "--sweep")
+    assert refused.exit_code == 2 and "allows only tiled_loss" in refused.stderr
+
+
+def test_a_name_with_plus_adds_to_a_preset_and_one_without_replaces_it(tmp_path):
+    def allowed(names: list[str], preset: str | None, file: Path | None = None) -> list[str]:
+        return list(started(target(), options(allow=names), None, preset, file)[1].allow)
+
+    balanced = list(named("balanced").allow)
+    assert allowed(["+tiled_loss, +recompute"], "balanced") == [*balanced, "tiled_loss"]
+    assert allowed(["offload,+tiled_loss"], "balanced") == ["offload", "+tiled_loss"]
+    file = tmp_path / "mine.toml"
+    file.write_text('allow = ["+tiled_loss"]\n')
+    assert allowed([], "balanced", file) == [*balanced, "tiled_loss"]
+    assert allowed(["+offload"], None, file) == ["+tiled_loss", "+offload"]

@@ -219,7 +219,7 @@ def _show_choices(
     from memfit.report.fit import choices_lines, choices_table
     from memfit.report.terminal import budget_word, headline, note_lines
 
-    goal.refuse_step_techniques()
+    planned, apart = goal.for_many_budgets()
     profile = api.profile(
         workload,
         segments=goal.segments or None,
@@ -228,8 +228,9 @@ def _show_choices(
         progress=session.progress,
     )
     session.progress("looking for the feasible range")
-    minimum, unplanned = goal.minimum_bytes(profile), unplanned_bytes(profile)
-    found = choices(profile, minimum, unplanned, goal, session.progress)
+    minimum, unplanned = planned.minimum_bytes(profile), unplanned_bytes(profile)
+    found = choices(profile, minimum, unplanned, planned, session.progress)
+    notes = [*apart, *profile.notes]
     if session.as_json:
         session.emit(
             {
@@ -252,17 +253,17 @@ def _show_choices(
                     }
                     for choice in found
                 ],
-                "notes": list(profile.notes),
+                "notes": notes,
             }
         )
         return
     session.show(headline(profile.workload, {"name": profile.device.name}))
-    session.show(*choices_lines(profile, minimum, unplanned), *note_lines(profile.notes))
+    session.show(*choices_lines(profile, minimum, unplanned), *note_lines(notes))
     if minimum >= unplanned:
         session.line(f"nothing to save; next: {what.command('profile')}")
         return
     if not found:
-        command = what.command("plan", "--sweep", *goal.setup_words(), *accumulating(accumulate))
+        command = what.command("plan", "--sweep", *planned.setup_words(), *accumulating(accumulate))
         limit = f"{goal.max_slowdown:g}x the plain step's time"
         session.line(f"no plan found within {limit}, nothing fitted; next: {command}")
         return

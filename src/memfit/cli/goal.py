@@ -16,7 +16,10 @@ EXECUTORS = ("auto", "graph", "inductor", "module")
 
 @dataclass(frozen=True)
 class GoalOptions:
-    """What was asked for: at most one of the first three, and how to get there."""
+    """What was asked for: at most one of the first three, and how to get there.
+
+    `brought` are the options and techniques in it that a preset or a file gives, not the user.
+    """
 
     budget: str | None
     utilization: float | None
@@ -30,16 +33,17 @@ class GoalOptions:
     min_tensor_bytes: str | None = None
     host_budget: str | None = None
     force: Sequence[str] = ()
+    brought: frozenset[str] = frozenset()
 
     @property
     def given(self) -> list[str]:
         """The options that say how much memory to use."""
-        named = {
-            "--budget": self.budget,
-            "--utilization": self.utilization,
-            "--activation-reduction": self.activation_reduction,
-        }
-        return [option for option, value in named.items() if value is not None]
+        return [option for option, value in self._sizes().items() if value is not None]
+
+    @property
+    def allowed_names(self) -> list[str]:
+        """The techniques that --allow names, one by one."""
+        return [name.strip() for text in self.allow for name in text.split(",")]
 
     @property
     def aims(self) -> bool:
@@ -124,17 +128,39 @@ class GoalOptions:
             )
         return tuple(t for t in AVAILABLE if t in found)
 
-    def refuse_step_techniques(self) -> None:
-        """Refuse techniques of the loss and the optimizer where only activations are planned."""
+    def for_many_budgets(self) -> tuple[GoalOptions, list[str]]:
+        """What many budgets are planned with, and a line on what a preset or file gives beside it.
+
+        Its budget is for one plan, and techniques of the loss and the optimizer are tried for one
+        budget; UsageError for those that were given.
+        """
         from memfit.planning.techniques import MICROBATCH, STEP
 
-        given = {name.removeprefix("+") for name in self._techniques() or ()}
-        named = [t for t in (*STEP, MICROBATCH) if t in given]
-        if named:
+        names = self.allowed_names
+        single = [n for n in names if n.removeprefix("+") in (*STEP, MICROBATCH)]
+        given = [n.removeprefix("+") for n in single if n.removeprefix("+") not in self.brought]
+        if given:
             raise UsageError(
-                f"{named[0]} is tried for one budget, and here are many",
+                f"{given[0]} is tried for one budget, and here are many",
                 hint="leave it out here, and give it to plan or fit with a budget",
             )
+        left = [name for name in names if name not in single]
+        if not left and not all(name.startswith("+") for name in single):
+            raise UsageError(
+                f"the preset or file allows only {', '.join(single)}: tried for one budget, and "
+                "here are many",
+                hint="give a budget, or --allow recompute here",
+            )
+        apart = [
+            f"{o} {v}" for o, v in self._sizes().items() if v is not None and o in self.brought
+        ]
+        goal = replace(self, allow=left)
+        if apart:
+            goal = replace(goal, budget=None, utilization=None, activation_reduction=None)
+        apart += [name.removeprefix("+") for name in single]
+        if not apart:
+            return self, []
+        return goal, [f"many budgets: planned without {', '.join(apart)} of the preset or file"]
 
     def for_strategy(self, name: str, device_type: str) -> GoalOptions:
         """The same for one of several strategies; the host budget is for those that can use it."""
@@ -219,7 +245,14 @@ class GoalOptions:
         return (self.strategy or "optimal").split(",")
 
     def _techniques(self) -> list[str] | None:
-        return [name for text in self.allow for name in text.split(",")] or None
+        return self.allowed_names or None
+
+    def _sizes(self) -> dict[str, str | float | None]:
+        return {
+            "--budget": self.budget,
+            "--utilization": self.utilization,
+            "--activation-reduction": self.activation_reduction,
+        }
 
 
 def refuse_together(options: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,7 +89,8 @@ def plan(
             force or [],
         )
         what, goal, batches = started(what, goal, accumulate, preset, config)
-        _check(goal, sweep, {"--output": output, "--decisions": decisions})
+        planned, notes = goal.for_many_budgets() if sweep else (goal, [])
+        _check(planned, sweep, {"--output": output, "--decisions": decisions})
         session.progress("loading torch")
         from memfit import api
 
@@ -105,7 +106,7 @@ def plan(
         )
         session.progress("planning")
         if sweep:
-            _show_sweep(session, what, profile, goal)
+            _show_sweep(session, what, profile, planned, goal.limited_words(), notes)
         else:
             made = api.plan(
                 workload,
@@ -126,7 +127,6 @@ def _check(goal: GoalOptions, sweep: bool, files: Mapping[str, Path | None]) -> 
                 f"--sweep goes over many budgets: {', '.join(extra)} is for one plan",
                 hint="leave out one of them; --json prints a sweep as data",
             )
-        goal.refuse_step_techniques()
     elif not goal.aims:
         raise UsageError(
             "there is no budget to plan for",
@@ -177,11 +177,19 @@ def _write_decisions(plan: Plan, path: Path) -> None:
             write_csv(path, decision_rows(plan), DECISION_COLUMNS)
 
 
-def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOptions) -> None:
+def _show_sweep(
+    session: Session,
+    what: Target,
+    profile: Profile,
+    goal: GoalOptions,
+    same: Sequence[str],
+    notes: Sequence[str],
+) -> None:
+    """Show plans for many budgets; the `same` words go into the next command."""
     from memfit.cli.sweep import spread_budgets, sweep, unplanned_bytes
     from memfit.ir.codec import to_data
     from memfit.report.sweep import sweep_data, sweep_table
-    from memfit.report.terminal import budget_word, headline
+    from memfit.report.terminal import budget_word, headline, note_lines
 
     session.progress("looking for the smallest budget")
     minimum, unplanned = goal.minimum_bytes(profile), unplanned_bytes(profile)
@@ -195,18 +203,19 @@ def _show_sweep(session: Session, what: Target, profile: Profile, goal: GoalOpti
                 "minimum_feasible_bytes": minimum,
                 "baseline": {"peak_bytes": unplanned, "step_s": profile.step_s},
                 "budgets": sweep_data(rows),
+                "notes": list(notes),
             }
         )
         return
     session.show(headline(profile.workload, {"name": profile.device.name}))
-    session.show(sweep_table(rows, unplanned, profile.step_s))
+    session.show(sweep_table(rows, unplanned, profile.step_s), *note_lines(notes))
     planned = [row for row in rows if any(row.plans.values())] or rows
     middle = planned[len(planned) // 2].budget_bytes
     next_command = what.command(
         "fit",
         "--budget",
         budget_word(middle),
-        *goal.limited_words(),
+        *same,
         *accumulating(profile.accumulate),
     )
     session.line(f"predicted, not run; next: {next_command}")

@@ -17,11 +17,12 @@ def started(
 ) -> tuple[Target, GoalOptions, int]:
     """Target, goal and accumulation with a preset's and a file's fields; the file goes first.
 
-    What was given on the command line stays, also where it is 0.
+    What was given on the command line stays, also where it is 0; `--allow +name` adds to theirs.
     """
     if preset is None and file is None:
         return what, goal, _first(accumulate, 1)
     from memfit.config import Config, load, named
+    from memfit.planning.techniques import allowed_over
 
     base = Config() if preset is None else named(preset)
     base = base if file is None else load(file).over(base)
@@ -32,16 +33,22 @@ def started(
         dtype=_first(what.dtype, base.dtype),
         optimizer=_first(what.optimizer, base.optimizer),
     )
-    if not goal.aims:
+    brought = set[str]()
+    if not goal.given:
         goal = replace(goal, budget=_text(base.budget), utilization=base.utilization)
+        brought.update(goal.given)
+    allow = allowed_over(goal.allowed_names, base.allow)
+    asked = {name.removeprefix("+") for name in goal.allowed_names}
+    brought.update({name.removeprefix("+") for name in allow} - asked)
     goal = replace(
         goal,
         max_slowdown=_first(goal.max_slowdown, base.max_slowdown),
         strategy=_first(goal.strategy, base.strategy),
-        allow=goal.allow or list(base.allow),
+        allow=allow,
         host_budget=_first(goal.host_budget, _text(base.host_budget)),
         executor=_first(goal.executor, base.executor),
         min_tensor_bytes=_first(goal.min_tensor_bytes, _text(base.min_tensor_bytes)),
+        brought=frozenset(brought),
     )
     return what, goal, _first(accumulate, _first(base.accumulate, 1))
 

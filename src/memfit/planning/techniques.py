@@ -101,6 +101,16 @@ def allowed_techniques(
     return tuple(dict.fromkeys([*(plain or default), *added])) if names else ()
 
 
+def allowed_over(allow: str | Sequence[str], base: Sequence[str]) -> tuple[str, ...]:
+    """What is allowed beside a starting point: names with + add to its own, others replace them."""
+    names, own = _names(allow), {n.removeprefix("+") for n in base}
+    if not base or not all(n.startswith("+") for n in names):
+        return tuple(names)
+    on_default = all(n.startswith("+") for n in base)
+    new = [n for n in names if n.removeprefix("+") not in own]
+    return (*base, *(n if on_default else n.removeprefix("+") for n in new))
+
+
 def without(allow: str | Sequence[str] | None, name: str) -> str | Sequence[str] | None:
     """What is allowed, less one technique; what a + adds to stays the default."""
     names = _names(allow or ())
