@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
     from memfit.bench.cell import CellSpec
@@ -55,7 +56,7 @@ class _Bar:
         self._progress.advance(self._task)
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, soft_wrap=True)
+        self._progress.console.print(Text(text), soft_wrap=True)
 
 
 class _Lines:
@@ -75,4 +76,4 @@ class _Lines:
         self.say(text)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)

@@ -45,9 +45,9 @@ class Session:
         if not self._stderr.is_terminal:
             return
         if self._status is None:
-            self._status = self._stderr.status(text)
+            self._status = self._stderr.status(Text(text))
             self._status.start()
-        self._status.update(text)
+        self._status.update(Text(text))
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables and text on stdout."""
@@ -61,7 +61,7 @@ class Session:
         """Print one line on stdout, however long."""
         self.quiet()
         with self._console.capture() as captured:
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(Text(text) if isinstance(text, str) else text, soft_wrap=True)
         self._write(captured.get())
 
     def emit(self, data: dict[str, Any]) -> None:

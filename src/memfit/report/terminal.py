@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -22,15 +23,30 @@ def headline(workload: Mapping[str, str], device: Mapping[str, Any]) -> Text:
     return Text.assemble((workload["name"], "bold"), "  ", (", ".join(parts), "dim"))
 
 
+class Verbatim(Table):
+    """A table that shows strings as they are: brackets in a name or an error are not markup."""
+
+    def add_column(self, header: RenderableType = "", *args: Any, **how: Any) -> None:
+        """Add a column under this head."""
+        super().add_column(_verbatim(header), *args, **how)
+
+    def add_row(self, *cells: RenderableType | None, **how: Any) -> None:
+        """Add a row of these cells."""
+        super().add_row(*(_verbatim(cell) for cell in cells), **how)
+
+
+def _verbatim(cell: Any) -> Any:
+    return Text(cell) if isinstance(cell, str) else cell
+
+
 def columns(
     *names: str, text: Sequence[str] = (), wrap: Sequence[str] = (), title: str | None = None
 ) -> Table:
     """A table with these columns: `text` ones to the left, `wrap` ones may take several lines."""
-    table = Table(
+    table = Verbatim(
         box=box.SIMPLE_HEAD,
-        title=title,
+        title=None if title is None else Text(title, "bold"),
         title_justify="left",
-        title_style="bold",
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
@@ -54,7 +70,7 @@ def span_name(first: str, last: str) -> str:
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
     """A name and what is to be said about it, one per row."""
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = Verbatim(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
