@@ -20,7 +20,10 @@ def text(table: Table) -> str:
     return captured.get()
 
 
-@pytest.mark.parametrize("word", ["a [/b] c", "[enforce fail at alloc_cpu.cpp:127]", "[red]", ":x:"])
+WORDS = ["a [/b] c", "[enforce fail at alloc_cpu.cpp:127]", "[red]", ":x:"]
+
+
+@pytest.mark.parametrize("word", WORDS)
 def test_brackets_in_names_are_shown_as_they_are(word):
     rows = columns(word, "n", title=word, text=[word])
     rows.add_row(word, "1")
