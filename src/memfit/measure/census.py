@@ -26,7 +26,8 @@ def failure_notes(
         rest = used_bytes - sum(kinds.values())
         kinds["saved for backward, workspaces"] = max(rest, 0)
     parts = [f"{format_bytes(size)} {kind}" for kind, size in kinds.items() if size]
-    notes.append(f"live then: {', '.join(parts) or 'no tensors'}")
+    unseen = "; gc.freeze() hides others" if gc.get_freeze_count() else ""
+    notes.append(f"live then: {', '.join(parts) or 'no tensors'}{unseen}")
     if largest:
         notes.append(f"largest: {', '.join(largest)}")
     return notes
@@ -37,17 +38,20 @@ def live_tensors(
 ) -> tuple[dict[str, int], list[str]]:
     """Bytes of the tensors on a device by kind, every storage once, and the largest in words.
 
-    Tensors that are `known` have kinds of their own.
+    Tensors that are `known` are counted by their kinds, which may be ones of their own. Others are
+    those that the garbage collector knows: what was frozen (`gc.freeze`) has to be known.
     """
     there = [t for t in _tensors() if t.device.type == device.type]
+    given = {
+        kind: [t for t in tensors if t.device.type == device.type]
+        for kind, tensors in (known or {}).items()
+    }
     parameters: list[torch.Tensor] = [t for t in there if isinstance(t, torch.nn.Parameter)]
+    gradients = [t.grad for t in there if t.is_leaf and t.grad is not None]
     by_kind: dict[str, list[torch.Tensor]] = {
-        "parameters": parameters,
-        "gradients": [t.grad for t in there if t.is_leaf and t.grad is not None],
-        **{
-            kind: [t for t in ts if t.device.type == device.type]
-            for kind, ts in (known or {}).items()
-        },
+        "parameters": [*given.pop("parameters", []), *parameters],
+        "gradients": [*given.pop("gradients", []), *gradients],
+        **given,
         "activations": [t for t in there if t.requires_grad and not t.is_leaf],
         "other tensors": there,
     }

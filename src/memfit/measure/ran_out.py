@@ -88,7 +88,11 @@ def ended_by(error: BaseException, workload: Workload, stages: Stages) -> OutOfM
     """How far the work came and what is live, as long as the error is being handled."""
     device, model = workload.device, unwrap(workload.model)
     state = [leaf for s in workload.optimizer.state.values() for leaf in tree_leaves(s)]
-    known = {
+    groups = (group["params"] for group in workload.optimizer.param_groups)
+    parameters = [*model.parameters(), *(p for group in groups for p in group)]
+    known = {  # a fit freezes what is there when it begins, and the census does not see that
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer state": [leaf for leaf in state if isinstance(leaf, torch.Tensor)],
         "buffers": list(model.buffers()),
         "batch": workload.batch_tensors(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import memfit
 from memfit.errors import DeviceMemoryError
 from memfit.measure.ran_out import Stages, ended_by, place_in_step, told_how_far
+from memfit.units import format_bytes
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB."
 
@@ -87,6 +89,29 @@ def test_a_profile_without_memory_says_how_far_it_came(
     torch.testing.assert_close(list(workload.model.parameters()), before, rtol=0, atol=0)
     assert all(p.grad is None for p in workload.model.parameters())
     assert not workload.optimizer.state, "it is left as it was"
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a process of its own: tests freeze what is there, and a fit then freezes nothing."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.parametrize("where", [where for where, *_ in PLACES])
+def test_what_a_fit_has_frozen_is_counted_to_the_byte(where: str, nothing_frozen: None) -> None:
+    """Parameters and gradients were missing: the census does not see frozen objects."""
+    workload = failing(where)
+    weights = sum(p.nbytes for p in workload.model.parameters())
+    with pytest.raises(DeviceMemoryError) as caught:
+        memfit.fit_workload(workload, "90%", executor="module")
+    kinds = caught.value.ended.kinds
+    assert (kinds["parameters"], kinds["batch"]) == (weights, 32 * 8 * 4)
+    if where == "optimizer":
+        steps = 4 * len(list(workload.model.parameters()))
+        assert (kinds["gradients"], kinds["optimizer state"]) == (weights, 2 * weights + steps)
+    assert f"{format_bytes(weights)} parameters" in caught.value.message
 
 
 def test_after_the_profile_it_is_there() -> None:
