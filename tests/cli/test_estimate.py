@@ -33,6 +33,18 @@ def test_a_step_that_does_not_fit_is_exit_code_1(memfit, tiny):
     assert "headroom counts 3% more" in result.stdout
 
 
+def test_the_next_command_allows_what_the_way_that_fits_takes(memfit, tiny):
+    wide = [word.replace("vocab_size=200", "vocab_size=20000") for word in without_device(tiny)]
+    needs = json.loads(memfit("estimate", *wide, "--json").stdout)["needs"]
+    between = int(1.05 * needs["tiled_loss_bytes"])
+    assert between < needs["recompute_bytes"]
+    shown = memfit("estimate", *wide, "--budget", between)
+    assert "perhaps: recompute, loss in tiles" in shown.stdout
+    assert shown.stdout.splitlines()[-1].endswith("--allow +tiled_loss")
+    shown = memfit("estimate", *wide, "--budget", int(1.04 * needs["recompute_bytes"]))
+    assert "--allow" not in shown.stdout.splitlines()[-1]
+
+
 def test_parameters_alone_too_large_are_no_matter_for_a_plan(memfit, tiny):
     result = memfit("estimate", *without_device(tiny), "--budget", "100KB")
     assert result.exit_code == 1

@@ -54,11 +54,20 @@ def estimate(
         else:
             session.show(*estimate_report(made))
             size = "auto" if device is None else budget_word(made.cards[0].usable_bytes)
-            planned = what.command("plan", "--budget", size)
+            allowed = [] if device is None else _allowing(made.cards[0].way)
+            planned = what.command("plan", "--budget", size, *allowed)
             other = "take a smaller model or a larger card; every card known: "
             asked = what.command("estimate")
             session.line(f"{other}{asked}" if made.hopeless else f"next, on the card: {planned}")
         raise typer.Exit(0 if made.fits else 1)
+
+
+def _allowing(way: str | None) -> list[str]:
+    """The words that let a plan go this way; where none seems to fit, all of them and moving."""
+    from memfit.ir.estimate import TECHNIQUES
+
+    names = ("offload", *TECHNIQUES["all of these"]) if way is None else TECHNIQUES.get(way, ())
+    return [word for name in names for word in ("--allow", f"+{name}")]
 
 
 def _device(gpu: str | None, budget: str | None) -> str | int | None:

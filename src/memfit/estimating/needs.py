@@ -19,15 +19,18 @@ def needs_of(history: History, tiled: History | None, largest_parameters: int) -
     `tiled` is the same step with its loss in tiles, where it can be made so.
     """
     on_host, stepped = _without_optimizer(history, largest_parameters)
-    in_tiles = stepped
+    recomputed = int(history.recomputed.max())
+    in_tiles, everything = recomputed, stepped
     if tiled is not None:
-        in_tiles = min(stepped, *_without_optimizer(tiled, largest_parameters))
+        in_tiles = min(recomputed, int(tiled.recomputed.max()))
+        everything = min(stepped, *_without_optimizer(tiled, largest_parameters))
     return Needs(
         plain_bytes=int(history.total.max()),
-        recompute_bytes=int(history.recomputed.max()),
+        recompute_bytes=recomputed,
+        tiled_loss_bytes=in_tiles,
         optimizer_on_host_bytes=on_host,
         step_in_backward_bytes=stepped,
-        tiled_loss_bytes=in_tiles,
+        all_bytes=everything,
     )
 
 

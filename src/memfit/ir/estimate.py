@@ -8,8 +8,22 @@ from typing import Any
 from memfit.ir.codec import to_data
 
 SCHEMA_VERSION = 1
-# Each does what those before it do, too; the last one only where it is asked for by name.
-WAYS = ("plain", "recompute", "optimizer on host", "step in backward", "loss in tiles")
+# Ways to run the step in the order in which they are advised, and the techniques that each takes
+# beside recompute.
+WAYS = (
+    "plain",
+    "recompute",
+    "loss in tiles",
+    "optimizer on host",
+    "step in backward",
+    "all of these",
+)
+TECHNIQUES = {
+    "loss in tiles": ("tiled_loss",),
+    "optimizer on host": ("optimizer_offload",),
+    "step in backward": ("optimizer_offload", "step_in_backward"),
+    "all of these": ("tiled_loss", "optimizer_offload", "step_in_backward"),
+}
 # The allocator holds more than the tensors in it: 1 to 2.5 % on the steps that were measured.
 UNUSED_SHARE = 0.03
 
@@ -27,25 +41,28 @@ class SegmentEstimate:
 class Needs:
     """Peak bytes of each way to run the step; all but the first are bounds, not plans.
 
-    `recompute` drops what every segment saves; `optimizer_on_host` also keeps the optimizer's state
-    in host memory; `step_in_backward` also steps each segment as soon as its gradients are there;
-    `tiled_loss` also makes the loss tile by tile, without the full logits.
+    `recompute` drops what every segment saves. The others do so as well: `tiled_loss` makes the
+    loss tile by tile, without the full logits; `optimizer_on_host` keeps the optimizer's state in
+    host memory; `step_in_backward` does that, and steps each segment as soon as its gradients are
+    there; `all` does everything. No way needs more than one that does less.
     """
 
     plain_bytes: int
     recompute_bytes: int
+    tiled_loss_bytes: int
     optimizer_on_host_bytes: int
     step_in_backward_bytes: int
-    tiled_loss_bytes: int
+    all_bytes: int
 
     def in_order(self) -> tuple[int, ...]:
         """The bytes of each of WAYS."""
         return (
             self.plain_bytes,
             self.recompute_bytes,
+            self.tiled_loss_bytes,
             self.optimizer_on_host_bytes,
             self.step_in_backward_bytes,
-            self.tiled_loss_bytes,
+            self.all_bytes,
         )
 
 

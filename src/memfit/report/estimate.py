@@ -16,9 +16,10 @@ from memfit.units import format_bytes, format_seconds
 _ADVICE = {
     "plain": "as it is",
     "recompute": "likely with recompute",
-    "optimizer on host": "perhaps: optimizer on host",
-    "step in backward": "perhaps: optimizer on host, step in backward",
-    "loss in tiles": "perhaps: optimizer on host, step in backward, loss in tiles",
+    "loss in tiles": "perhaps: recompute, loss in tiles",
+    "optimizer on host": "perhaps: recompute, optimizer on host",
+    "step in backward": "perhaps: recompute, optimizer on host, step in backward",
+    "all of these": "perhaps: recompute, loss in tiles, optimizer on host, step in backward",
     None: "no",
 }
 
