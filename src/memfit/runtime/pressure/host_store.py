@@ -23,6 +23,7 @@ class HostStore:
         self._budget = budget
         self._mover: Mover | None = None
         self._is_closed = True
+        self._refused: tuple[int, int] | None = None  # bytes, and the slots given back until then
         self.highest_bytes = 0
 
     @property
@@ -43,16 +44,31 @@ class HostStore:
         """Copies that were started and are not over; nothing is waited for."""
         return 0 if self._mover is None else self._mover.in_flight()
 
+    def is_full(self, size: int) -> bool:
+        """Whether so much, or less, was refused and no host memory came back since then."""
+        if self._refused is None:
+            return False
+        assert self._mover is not None
+        least, returns = self._refused
+        if self._mover.arena.returns != returns:
+            self._refused = None
+            return False
+        return size >= least
+
     def move(self, tensor: torch.Tensor) -> Moved:
-        """Start to copy a tensor's storage to the host; HostMemoryError when there is no room."""
+        """Start to copy a tensor's storage to the host; HostMemoryError when there is no room.
+
+        Garbage that holds host memory is left to the caller, whose lock its finalizers may want.
+        """
         mover = self._opened()
         size = tensor.untyped_storage().nbytes()
         try:
             moved = mover.move(tensor, None)
         except HostMemoryError as error:
-            if not self._grow(mover.arena, size):
+            self._refused = size, mover.arena.returns
+            if not self._has_grown(mover.arena, size):
                 raise self._no_room(mover.arena, size) from error
-            moved = mover.move(tensor, None)
+            moved, self._refused = mover.move(tensor, None), None
         self.highest_bytes = max(self.highest_bytes, mover.arena.highest_bytes)
         return moved
 
@@ -73,11 +89,13 @@ class HostStore:
             self._mover = Mover(Arena(0, lanes.pinned), lanes)
         elif self._is_closed:
             self._mover.arena = Arena(0, self._mover.lanes.pinned)
-        self._is_closed = False
+        self._mover.arena.collects = False
+        if self._is_closed:
+            self._is_closed, self._refused = False, None
         return self._mover
 
-    def _grow(self, arena: Arena, size: int) -> bool:
-        """Make room for `size` more bytes; False when the budget does not allow it."""
+    def _has_grown(self, arena: Arena, size: int) -> bool:
+        """Whether there is room for `size` more bytes now; the budget may not allow it."""
         if self._budget is None:
             self._budget = default_host_budget()
         left = (self._budget - arena.capacity_bytes) // GRAIN * GRAIN

@@ -42,6 +42,7 @@ from memfit.ir.pressure import PressureStatistics
 from memfit.ir.swap import Traffic
 from memfit.runtime.pressure.away import Away
 from memfit.runtime.pressure.eligible import can_be_rebuilt, has_lazy_bits, may_move
+from memfit.runtime.pressure.garbage import collected
 from memfit.runtime.pressure.gauge import Gauge, Marks, gauge_for, marks_for
 from memfit.runtime.pressure.host_store import HostStore
 from memfit.runtime.pressure.innards import is_sole_owner, saved_for, storage_key
@@ -337,17 +338,30 @@ class SavedTensors:
 
     def _copy_out(self, saved: Saved) -> bool:
         """Start the copy; False when there is no room for it."""
+        # One that would be refused as another was before is no new refusal.
+        why = "" if self._host.is_full(saved.bytes) else self._refusal(saved)
+        if why is not None and collected():
+            self._settle()  # what the garbage had on the host
+            if not self._host.is_full(saved.bytes):
+                why = self._refusal(saved)
+        if why:
+            self.refusals += 1
+            if not self._warned:
+                self._warned = True
+                log.warning("memory pressure is not relieved, training goes on: %s", why)
+        return why is None
+
+    def _refusal(self, saved: Saved) -> str | None:
+        """Start the copy; why there is no room for it, where there is none.
+
+        As text: what is kept of it must not keep the frames of the error.
+        """
         assert saved.tensor is not None
         try:
             saved.moved = self._host.move(saved.tensor)
         except HostMemoryError as error:
-            self.refusals += 1
-            if not self._warned:
-                self._warned = True
-                # As text: a record that is kept must not keep the frames of the error.
-                log.warning("memory pressure is not relieved, training goes on: %s", str(error))
-            return False
-        return True
+            return str(error)
+        return None
 
     def _let_go(self, everything: bool = False) -> None:
         """Free device memory in the order its copies were started: what is over, what must."""

@@ -36,7 +36,10 @@ class Valve:
 
     @property
     def refusals(self) -> int:
-        """How often a tensor that was to move stayed, because host memory had no room for it."""
+        """How often a tensor that was to move was refused host memory, and stayed.
+
+        Tensors as large are not tried until some host memory came back, and do not count.
+        """
         return self._saved_tensors.refusals
 
     @property

@@ -101,6 +101,8 @@ class Arena:
     """Host memory in slots. Its statistics count slots rounded up to GRAIN.
 
     When it is full it grows by what is asked for, while no more than `grows_until` are in use then.
+    If that is not enough it collects garbage, unless `collects` is switched off by someone who does
+    without a slot, and so asks for many that are not there.
 
     `give` may be called by a finalizer, so at any moment and from any thread: it only queues when
     the arena is busy.
@@ -109,11 +111,12 @@ class Arena:
     def __init__(self, bytes: int, pinned: bool) -> None:
         self.pinned = pinned
         self.grows_until = 0
+        self.collects = True
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._chunks: list[_Chunk] = []
         self._returned: deque[tuple[Slot, Any]] = deque()
-        self._used = self._highest = 0
+        self._used = self._highest = self._returns = 0
         self._closed = False
         if bytes:
             self.grow(bytes)
@@ -135,6 +138,13 @@ class Arena:
         """The most that was ever taken at once."""
         return self._highest
 
+    @property
+    def returns(self) -> int:
+        """How many slots were given back so far."""
+        with self._lock:
+            self._take_back()
+            return self._returns
+
     def grow(self, bytes: int) -> None:
         """Add a chunk; HostMemoryError when it cannot be allocated or pinned."""
         assert not self._closed, "the arena is closed"
@@ -145,7 +155,7 @@ class Arena:
     def take(self, size: int) -> Slot:
         """A slot of `size` bytes; HostMemoryError when there is no room."""
         slot = self._take(size)
-        if slot is None:
+        if slot is None and self.collects:
             gc.collect()  # a step that failed may hold slots as garbage
             slot = self._take(size)
         if slot is None:
@@ -210,6 +220,7 @@ class Arena:
                 continue
             self._chunks[slot.chunk].give(slot.start, slot.stop, after)
             self._used -= slot.stop - slot.start
+            self._returns += 1
 
     def _full(self, wanted: int) -> HostMemoryError:
         pieces = [free.stop - free.start for chunk in self._chunks for free in chunk.free]
