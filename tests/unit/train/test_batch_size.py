@@ -23,7 +23,7 @@ from memfit.train.batch_size import find as finder
 from memfit.train.batch_size import planned, trial
 from memfit.train.batch_size.find import find_batch_size, search
 from memfit.train.batch_size.predict import MAX_RUNS, next_size
-from memfit.train.batch_size.rebatch import rebatch
+from memfit.train.batch_size.rebatch import checked, rebatch
 from memfit.workload import Workload
 
 torch.set_num_threads(1)
@@ -419,6 +419,26 @@ def test_batches_can_be_made_by_a_function() -> None:
     found = find_batch_size(workload(), "1MiB", steps=1, max_size=9, make_batch=make)
     assert found.largest.size == 9 and made == [t.size for t in found.trials]
     assert "max_size" in found.notes[0]
+
+
+@pytest.mark.parametrize("rows", [3, 4, 8])
+def test_batches_that_ignore_their_size_are_refused(rows: int) -> None:
+    def fixed(size: int) -> Any:
+        return torch.randn(rows, 16), torch.zeros(rows, dtype=torch.long)
+
+    with pytest.raises(UsageError, match=rf"gives a batch of {rows}, as make_batch") as refused:
+        find_batch_size(workload(), "1MiB", steps=1, make_batch=fixed)
+    assert "size it is given" in (refused.value.hint or "")
+
+
+def test_batches_may_have_several_rows_for_each_sample() -> None:
+    def packed(size: int) -> Any:
+        return torch.randn(3 * size, 16), torch.zeros(3 * size, dtype=torch.long)
+
+    found = find_batch_size(workload(), "1MiB", steps=1, max_size=9, make_batch=packed)
+    assert found.largest.size == 9
+    uneven = checked(lambda size: (torch.ones(size), torch.ones(5)))
+    assert [len(uneven(size)[0]) for size in (1, 2, 5)] == [1, 2, 5]
 
 
 def plans(monkeypatch, minimum: Bytes, refuse_from: int = MAX_SIZE) -> list[int]:

@@ -17,7 +17,7 @@ from memfit.runtime.signature import describe
 from memfit.runtime.split import samples_in
 from memfit.train.batch_size.planned import largest_planned
 from memfit.train.batch_size.predict import next_size, predicted_bytes
-from memfit.train.batch_size.rebatch import HINT, rebatch
+from memfit.train.batch_size.rebatch import HINT, checked, rebatch
 from memfit.train.batch_size.trial import OUT_OF_MEMORY, run_trial
 from memfit.units import format_bytes, parse_bytes
 from memfit.workload import Workload
@@ -53,6 +53,8 @@ def find_batch_size(
     if make_batch is None:
         samples_in(workload.batch, hint=HINT)  # refuses a batch that cannot be resized
         make_batch = partial(rebatch, workload.batch)
+    else:
+        make_batch = checked(make_batch)
     notes: list[str] = []
     if (setting := prefer_expandable_segments(workload.device)) is not None:
         notes.append(setting)
