@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from memfit.bench.report.charts import (
     Point,
     breakdown_chart,
+    broken,
     charts,
     check_charts,
     memory_and_time,
@@ -22,6 +24,7 @@ from memfit.bench.report.page import page
 from memfit.bench.report.tables import (
     breakdown_rows,
     largest_rows,
+    part_names,
     parts,
     plan_rows,
     series_of,
@@ -38,6 +41,7 @@ from memfit.ir.bench import (
     LargestBatch,
     WorkloadSpec,
 )
+from memfit.report.export.plots import COLOURS
 
 MIB = 2**20
 ODD = "<script>alert('x')</script> & | $x^2$"
@@ -203,12 +207,61 @@ def test_charts_have_the_colours_of_the_page(cell, report):
     assert "#000000" in svg and "var(--" not in svg, "a file of its own has no page around it"
 
 
-def test_names_below_bars_do_not_run_into_each_other(cell):
+def test_names_of_bars_do_not_run_into_each_other(cell):
+    """Those of long names did, below their bars."""
     pytest.importorskip("matplotlib")
-    names = ["eager", *(f"memfit:{share}% launch=graphs" for share in (80, 60, 40, 20, 10))]
+    long = "memfit:45% allow=+tiled_loss+step_in_backward"
+    names = ["eager", long, *(f"memfit:{share}% launch=graphs" for share in (80, 60, 40, 20, 10))]
     bars = [(name, cell(name, 100, 1.0, breakdown={"parameters": MIB})) for name in names]
     svg = breakdown_chart("peaks", bars)
-    assert ">launch=graphs<" in svg and ">memfit:80%<" in svg
+    assert ">memfit:80% launch=graphs<" in svg and ">memfit:45% allow=+tiled_loss<" in svg
+    heights = [_place(svg, line)[1] for line in ("memfit:80% launch=graphs", "+step_in_backward")]
+    assert abs(heights[0] - heights[1]) > 10
+    assert broken("a" * 50) == "a" * 50 and broken("") == ""
+
+
+def test_a_category_has_one_colour_in_all_charts(cell):
+    """They went by the position, so one more category changed those of all after it."""
+    pytest.importorskip("matplotlib")
+    few = cell("eager", 100, 1.0, breakdown={"activations": 100 * MIB})
+    many = {"activations": 40 * MIB, "beside CUDA graphs": 5 * MIB, "parameters": 40 * MIB}
+    more = replace(few, breakdown=many)
+    for one in (few, more):
+        svg = breakdown_chart("peaks", [("eager", one)])
+        assert COLOURS["activations"] in svg
+        assert (COLOURS["parameters"] in svg) == (one is more)
+    assert part_names([more]) == ["parameters", "activations", "beside CUDA graphs", "unaccounted"]
+
+
+def test_no_name_is_left_out_of_a_crowded_chart():
+    """Those of memfit were, where other names stood."""
+    pytest.importorskip("matplotlib")
+    names = [f"memfit:{share}% allow=+tiled_loss+step_in_backward" for share in range(60, 66)]
+    points = [Point(name, 60 + i / 9, 1.1, True) for i, name in enumerate(names)]
+    points += [Point(f"compile:0.{i}", 60 + i / 20, 1.1, False) for i in range(9)]
+    svg = memory_and_time("net", [*points, Point("eager", 100, 1.0, False)], [], "time")
+    for point in points:
+        assert f">{point.label}<" in svg
+    for (x, y), (other_x, other_y) in combinations([_place(svg, name) for name in names], 2):
+        assert abs(y - other_y) > 7 or abs(x - other_x) > 200
+
+
+def test_systems_of_a_chart_are_told_apart():
+    """The eleventh had the colour and the mark of the first."""
+    pytest.importorskip("matplotlib")
+    points = [Point("" if number else "eager", 1.0 + number, 1.0, False) for number in range(24)]
+    svg = memory_and_time("net", points, [], "time")
+    drawn = svg.split('<g id="PathCollection_')[1:]
+    looks = {(re.search(r' d="([^"]*)"', d)[1], re.search("#[0-9a-f]{6}", d)[0]) for d in drawn}
+    assert len(drawn) == len(looks) == 24
+
+
+def _place(svg: str, text: str) -> tuple[float, float]:
+    """Where a text of a chart stands."""
+    (style,) = re.findall(rf"<text ([^>]*)>{re.escape(text)}<", svg)
+    found = re.search(r'translate\(([-\d.]+) ([-\d.]+)\)|x="([-\d.]+)" y="([-\d.]+)"', style)
+    across, down = filter(None, found.groups())
+    return float(across), float(down)
 
 
 def test_charts_are_whole_svg_and_the_same_each_time(swept):

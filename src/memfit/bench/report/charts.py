@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from memfit.bench.report.labels import Box, place_names
 from memfit.bench.report.tables import part_names, parts, series_of
 from memfit.bench.verdict import comparable, is_memfit, pareto_front
 from memfit.errors import UsageError
 from memfit.ir.bench import OUT_OF_MEMORY, BenchReport, Cell, WorkloadSpec
+from memfit.report.export.plots import COLOURS
 
 MIB = 2**20
-SIZE = (7.0, 4.2)
-NAMES_CHARACTERS = 84  # that fit side by side below the bars
+MB = "MB (2\N{SUPERSCRIPT TWO}\N{SUPERSCRIPT ZERO} bytes)"
+SIZE = (7.0, 4.4)  # inches
+NAME_CHARACTERS = 30  # of a name in one line, beside its bar
 # The same text for the same report, and text that stays text.
 _STYLE: Any = {"svg.hashsalt": "memfit", "svg.fonttype": "none", "text.parse_math": False}
-_MARKS = "osv^<>DPX*hd"
+_OWN = "#c4161c"
+_PEERS = ("#0b62c4", "#d9700f", "#2f8f46", "#8a4fc0", "#6f6f6f", "#14919b")
+_MARKS = "osDvPX<>dhp"
+# Categories have the colours of all reports; what is beside them has its own.
+_PARTS = {**COLOURS, "beside CUDA graphs": "#8a4fc0", "unaccounted": "#999999"}
+_OTHER = "#0b62c4"
 _FAR = 1.5  # times memfit's slowest: what takes longer would press all others together
-_POINT = 5.0  # pixels around a point that no name stands on
-# Where a name may stand, in points from its own: those that are tried first come first.
-_BESIDE = tuple(
-    (across, up, "left" if across > 0 else "right")
-    for up in (5, -5, 13, -13, 21, -21)
-    for across in (7, -7)
-)
-_BELOW = tuple((across, up, "center") for up in (-13, 13, -22, 22) for across in (0, -12, 12))
+_NAME_SIZE = 8  # points
 
 
 def check_charts() -> None:
@@ -91,20 +93,29 @@ def memory_and_time(
     points, far = [_at_most(edge, point) for point in points], [p.time > edge for p in points]
     line = [(x, y) for x, y in line if y <= edge]
     with _figure(f"{title}: memory against time") as (axes, done):
-        labels = []
-        for number, (label, x, y, own) in enumerate(points):
-            color = "tab:red" if own else f"C{number % 10}" if number % 10 != 3 else "tab:gray"
-            mark = "*" if own else "^" if far[number] else "o"
-            axes.scatter([x], [y], marker=mark, s=90 if own else 35, color=color)
-            beside = {"xytext": (0, 0), "textcoords": "offset points", "fontsize": 7}
-            if label:
-                labels.append((axes.annotate(label, (x, y), va="center", **beside), own))
+        styles = _styles([point.own for point in points])
+        for point, at_edge, (color, mark) in zip(points, far, styles, strict=True):
+            shown = "*" if point.own else "^" if at_edge else mark
+            size = 90 if point.own else 35
+            axes.scatter([point.peak_mb], [point.time], marker=shown, s=size, color=color)
         axes.plot([x for x, _ in line], [y for _, y in line], color="0.6", lw=1, zorder=0)
         axes.margins(x=0.15, y=0.1)  # names of systems stand beside their points
-        axes.set_xlabel("peak of the step, MB (2^20 bytes)")
+        axes.set_xlabel(f"peak of the step, {MB}")
         axes.set_ylabel(time)
-        _part(axes, labels, points)
+        _name_points(axes, points, line)
     return done[0]
+
+
+def _styles(own: Sequence[bool]) -> list[tuple[str, str]]:
+    """A colour and a mark for each; memfit's are red, and no two of them are the same."""
+    counts = {True: 0, False: 0}
+    found = []
+    for is_own in own:
+        number, colours = counts[is_own], (_OWN,) if is_own else _PEERS
+        counts[is_own] += 1
+        mark = _MARKS[number // len(colours) % len(_MARKS)]
+        found.append((colours[number % len(colours)], mark))
+    return found
 
 
 def _at_most(edge: float, point: Point) -> Point:
@@ -114,33 +125,45 @@ def _at_most(edge: float, point: Point) -> Point:
     return point._replace(label=f"{point.label}: {point.time:.3g}", time=edge)
 
 
-def _part(axes: Any, labels: Sequence[tuple[Any, bool]], points: Sequence[Point]) -> None:
-    """Put names where they are on no other and on no point: those of systems beside their points,
-    memfit's below. A name of memfit's that has no room is left out."""
+def _name_points(axes: Any, points: Sequence[Point], line: Sequence[tuple[float, float]]) -> None:
+    """Write the names beside their points, memfit's in the best places; all are shown."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.transforms import Bbox
 
     canvas = FigureCanvasAgg(axes.figure)
     canvas.draw()  # places everything
-    places = axes.transData.transform([(point.peak_mb, point.time) for point in points])
-    taken = [Bbox.from_bounds(x - _POINT, y - _POINT, 2 * _POINT, 2 * _POINT) for x, y in places]
-    for label, own in sorted(labels, key=lambda found: found[1]):
-        for across, up, side in _BELOW if own else _BESIDE:
-            label.set(position=(across, up), horizontalalignment=side)
-            box = label.get_window_extent(canvas.get_renderer())
-            inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 and axes.bbox.y0 < box.y0
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        else:
-            across, up, side = _BESIDE[0]
-            label.set(position=(across, up), horizontalalignment=side, visible=not own)
-            if own:
-                continue
-        taken.append(box)
+    named = sorted((p for p in points if p.label), key=lambda p: not p.own)
+    places = [tuple(axes.transData.transform((p.peak_mb, p.time))) for p in named]
+    sizes = []
+    for point in named:
+        text = axes.text(0, 0, point.label, **_name_font(point))
+        box = text.get_window_extent(canvas.get_renderer())
+        text.remove()
+        sizes.append((box.width, box.height))
+    found = place_names(
+        list(zip(places, sizes, strict=True)),
+        [tuple(axes.transData.transform((p.peak_mb, p.time))) for p in points],
+        [tuple(axes.transData.transform(at)) for at in line],
+        Box(*axes.bbox.extents).inner(3.0),
+    )
+    points_of = 72 / axes.figure.dpi  # of a pixel
+    for point, (x, y), place in zip(named, places, found, strict=True):
+        beside: Any = {"textcoords": "offset points", "xy": (point.peak_mb, point.time)}
+        left = (place.box.x0 - x) * points_of
+        below = ((place.box.y0 + place.box.y1) / 2 - y) * points_of
+        font = _name_font(point)
+        axes.annotate(point.label, xytext=(left, below), va="center", **font, **beside)
+        if place.leader is not None:
+            end = (place.leader[0] - x) * points_of, (place.leader[1] - y) * points_of
+            plain = {"arrowstyle": "-", "color": "0.6", "lw": 0.7, "shrinkA": 0, "shrinkB": 3}
+            axes.annotate("", xytext=end, arrowprops=plain, **beside)
+
+
+def _name_font(point: Point) -> dict[str, Any]:
+    return {"fontsize": _NAME_SIZE, "fontweight": "bold" if point.own else "normal"}
 
 
 def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec], what: str) -> str:
-    """Peak or time of every system over the batch size; a cross marks what ran out of memory."""
+    """Peak or time of every system over the batch size; what ran out of memory is named there."""
     names = [w.name for w in specs]
     systems = dict.fromkeys(
         c.system for c in report.cells if c.workload in names and c.largest is None
@@ -149,27 +172,31 @@ def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec],
     from matplotlib.ticker import FuncFormatter
 
     with _figure(f"{series}: {what} over the batch size") as (axes, done):
-        for number, system in enumerate(systems):
+        lost: dict[int | None, list[str]] = {}
+        styles = _styles([system.startswith("memfit") for system in systems])
+        for system, (color, mark) in zip(systems, styles, strict=True):
             found = [(w.batch, report.find(w.name, system)) for w in specs]
             points = [
                 (size, _mb(c) if what == "peak" else c.step_s * 1e3)
                 for size, c in found
                 if c is not None and c.ok and c.peak_bytes is not None and c.step_s is not None
             ]
-            mark = _MARKS[number % len(_MARKS)]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=mark, label=system)
-            lost = [size for size, c in found if c is not None and c.status == OUT_OF_MEMORY]
-            for size in lost:
-                axes.annotate(
-                    f"{system}: out of memory",
-                    (size, 1.0),
-                    xycoords=("data", "axes fraction"),
-                    rotation=90,
-                    va="top",
-                    fontsize=7,
-                    color="tab:red",
-                )
+                axes.plot(*zip(*points, strict=True), marker=mark, color=color, label=system)
+            for size, cell in found:
+                if cell is not None and cell.status == OUT_OF_MEMORY:
+                    lost.setdefault(size, []).append(f"{system}: out of memory")
+        for size, lines in lost.items():
+            axes.annotate(
+                "\n".join(lines),
+                (size, 1.0),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                va="top",
+                ha="center",
+                fontsize=7,
+                color=_OWN,
+            )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         plain = FuncFormatter(lambda value, _: f"{value:g}")  # not powers in mathematical text
@@ -178,7 +205,7 @@ def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec],
         axes.tick_params(axis="y", which="both", labelsize=7)
         axes.set_xticks([w.batch for w in specs], [str(w.batch) for w in specs])
         axes.set_xlabel("batch size")
-        axes.set_ylabel("peak, MB (2^20 bytes)" if what == "peak" else "step, ms")
+        axes.set_ylabel(f"peak, {MB}" if what == "peak" else "step, ms")
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7)
     return done[0]
@@ -187,29 +214,48 @@ def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec],
 def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
     """Stacked categories that add up to the measured peak, a bar for each cell."""
     names = part_names([cell for _, cell in bars])
-    with _figure(title) as (axes, done):
+    with _figure(title, height=1.6 + 0.42 * len(bars)) as (axes, done):
         low, high = [0.0] * len(bars), [0.0] * len(bars)
         places = list(range(len(bars)))
-        for number, name in enumerate(names):
+        for name in names:
             sizes = [parts(cell).get(name, 0) / MIB for _, cell in bars]
-            # A part below zero hangs under the axis, so that what is drawn still adds up.
-            bottoms = [high[i] if size >= 0 else low[i] for i, size in enumerate(sizes)]
-            color = f"C{number % 10}"
-            axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=color)
+            # A part below zero lies left of the axis, so that what is drawn still adds up.
+            starts = [high[i] if size >= 0 else low[i] for i, size in enumerate(sizes)]
+            label, color = name.replace("_", " "), _PARTS.get(name, _OTHER)
+            axes.barh(places, sizes, left=starts, label=label, color=color, height=0.66)
             for i, size in enumerate(sizes):
                 if size >= 0:
                     high[i] += size
                 else:
                     low[i] += size
         peaks = [_mb(cell) for _, cell in bars]
-        axes.scatter(places, peaks, marker="_", s=400, color="black", label="measured peak")
-        axes.set_ylim(min(low) * 1.08, max(*high, *peaks) * 1.08)
-        width = max(NAMES_CHARACTERS // len(bars), 1)
-        names_below = [fill(label, width, break_long_words=False) for label, _ in bars]
-        axes.set_xticks(places, names_below, fontsize=7)
-        axes.set_ylabel("MB (2^20 bytes)")
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.scatter(peaks, places, marker="|", s=320, color="black", label="measured peak")
+        axes.set_xlim(min(low) * 1.08, max(*high, *peaks) * 1.08)
+        axes.set_yticks(places, [broken(label) for label, _ in bars], fontsize=_NAME_SIZE)
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(MB)
+        handles = axes.get_legend_handles_labels()
+        axes.figure.legend(
+            *handles,
+            fontsize=7,
+            ncols=5,
+            loc="outside lower center",
+            frameon=False,
+            markerscale=0.5,
+        )
     return done[0]
+
+
+def broken(name: str, width: int = NAME_CHARACTERS) -> str:
+    """The name in lines of at most `width` characters, if it has spaces or a + to break at."""
+    lines = [""]
+    for piece in re.split(r"(?=[ +])", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append(piece.lstrip())
+        else:
+            lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _split_by_system(
@@ -219,12 +265,12 @@ def _split_by_system(
     for spec in specs:
         for cell in report.cells_of(spec.name):
             if cell.breakdown and cell.peak_bytes is not None:
-                found.setdefault(cell.system, []).append((str(spec.batch), cell))
+                found.setdefault(cell.system, []).append((f"batch {spec.batch}", cell))
     return {system: bars for system, bars in found.items() if len(bars) > 1}
 
 
 @contextmanager
-def _figure(title: str) -> Iterator[tuple[Any, list[str]]]:
+def _figure(title: str, height: float = SIZE[1]) -> Iterator[tuple[Any, list[str]]]:
     """A figure with one pair of axes; the list has its SVG when the block is left."""
     check_charts()
     from matplotlib import rc_context
@@ -232,10 +278,12 @@ def _figure(title: str) -> Iterator[tuple[Any, list[str]]]:
 
     done: list[str] = []
     with rc_context(_STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
         axes = figure.subplots()
         axes.set_title(fill(title, 80), fontsize=9)
         axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
         yield axes, done
         text = io.StringIO()
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}

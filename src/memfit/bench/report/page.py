@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from memfit.bench.report.tables import heading, sections
 from memfit.ir.bench import DIED, BenchReport
+from memfit.report.export.plots import COLOURS
 from memfit.report.html.template import template
 
 # Colours of charts and what stands for them in the style of pages, in light and dark alike.
@@ -15,16 +16,14 @@ _COLOURS = {
     "#000000": "ink",
     "#cccccc": "line",
     "#999999": "dim",
-    "#1f77b4": "s0",
-    "#ff7f0e": "s1",
-    "#2ca02c": "s2",
-    "#d62728": "s4",
-    "#9467bd": "s3",
-    "#8c564b": "buffers",
-    "#e377c2": "temporaries",
-    "#7f7f7f": "s5",
-    "#bcbd22": "batch",
-    "#17becf": "s6",
+    "#c4161c": "budget",
+    "#0b62c4": "s0",
+    "#d9700f": "s1",
+    "#2f8f46": "s2",
+    "#8a4fc0": "s3",
+    "#6f6f6f": "s5",
+    "#14919b": "s6",
+    **{colour: name for name, colour in COLOURS.items()},
 }
 _TAG = re.compile("<[^<>]*>")
 _COLOUR = re.compile("|".join(_COLOURS))

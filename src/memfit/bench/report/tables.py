@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memfit.bench.verdict import judge, summary_line, verdict_lines
 from memfit.ir.bench import UNAVAILABLE, BenchReport, ByRounds, Cell, Planned, WorkloadSpec
+from memfit.ir.step_graph import CATEGORIES
 from memfit.units import format_bytes, format_seconds
 
 MIB = 2**20
@@ -224,9 +225,10 @@ def plan_rows(cells: Iterable[Cell]) -> Rows:
 
 
 def part_names(cells: Iterable[Cell]) -> list[str]:
-    """The categories that any of the cells has bytes in."""
-    found = [name for c in cells for name, size in parts(c).items() if size]
-    return list(dict.fromkeys(found))
+    """The categories that any of the cells has bytes in; `unaccounted` is the last one."""
+    found = dict.fromkeys(name for c in cells for name, size in parts(c).items() if size)
+    order = {name: number for number, name in enumerate(CATEGORIES)}
+    return sorted(found, key=lambda n: (n == "unaccounted", order.get(n, len(order))))
 
 
 def parts(cell: Cell) -> dict[str, int]:
