@@ -229,3 +229,13 @@ def test_parts_of_a_batch_are_no_accumulation(memfit, tiny):
     assert result.exit_code == 0, result.stderr
     assert "microbatch" in result.stdout, "the batch was to be split"
     assert "--accumulate" not in result.stdout.splitlines()[-1]
+
+
+def test_explain_tells_of_techniques_that_were_not_allowed(memfit, tiny):
+    shown = memfit("plan", *tiny, "--budget", "2GiB", "--executor", "module", "--explain")
+    assert shown.exit_code == 0, shown.stderr
+    rows = " ".join(shown.stdout.split())
+    assert "tiled_loss not taken - - not allowed: add --allow +tiled_loss" in rows
+    assert "optim_8bit not taken - - approximate, not allowed: add --allow" in rows
+    assert "step_in_backward not taken - - tried where nothing holds without it" in rows
+    assert rows.count("recompute not taken") == 1 and "int8_weights_asymmetric" not in rows

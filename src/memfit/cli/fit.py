@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +127,18 @@ def fit(
                 **goal.plan_options(),
             )
         could_move = plan is None and "offload" in techniques
-        _show(session, what, fitted, goal, output, could_move=could_move, explain=explain)
+        # A plan that is given says itself what was tried for it.
+        left_out = {} if plan is not None else goal.left_out_on(workload.device.type)
+        _show(
+            session,
+            what,
+            fitted,
+            goal,
+            output,
+            could_move=could_move,
+            explain=explain,
+            left_out=left_out,
+        )
 
 
 def _checked(goal: GoalOptions, plan_file: Path | None, output: Path | None) -> Plan | None:
@@ -178,6 +189,7 @@ def _show(
     *,
     could_move: bool,
     explain: bool,
+    left_out: Mapping[str, str],
 ) -> None:
     from memfit.report.fit import fit_report, summary_line
 
@@ -188,7 +200,8 @@ def _show(
         session.emit(result.to_json())
     else:
         rates = fitted.profile.copy if could_move else None
-        session.show(*fit_report(result, fitted.plan, rates, explain=explain))
+        shown = fit_report(result, fitted.plan, rates, explain=explain, left_out=left_out)
+        session.show(*shown)
         same = [*goal.sweep_words(), *accumulating(fitted.plain.accumulate)]
         following = what.command("plan", "--sweep", *same)
         if output is not None:

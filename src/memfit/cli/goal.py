@@ -128,6 +128,12 @@ class GoalOptions:
             )
         return tuple(t for t in AVAILABLE if t in found)
 
+    def left_out_on(self, device_type: str) -> dict[str, str]:
+        """Why a plan under these options may be without a technique, by technique."""
+        from memfit.planning.techniques import left_out
+
+        return left_out(self.strategy or "optimal", self._techniques(), device_type)
+
     def for_many_budgets(self) -> tuple[GoalOptions, list[str]]:
         """What many budgets are planned with, and a line on what a preset or file gives beside it.
 

@@ -159,7 +159,15 @@ def _show_plan(
         session.emit(to_data(made))
         return
     rates = profile.copy if "offload" in goal.techniques_on(profile.device.type) else None
-    session.show(*plan_report(made, profile.device.name, rates, every=every, explain=explain))
+    shown = plan_report(
+        made,
+        profile.device.name,
+        rates,
+        every=every,
+        explain=explain,
+        left_out=goal.left_out_on(profile.device.type),
+    )
+    session.show(*shown)
     steps = ["--plan", str(output)] if output is not None else goal.words()
     next_command = what.command("fit", *steps, *accumulating(profile.accumulate))
     session.line(summary_line(made, next_command))

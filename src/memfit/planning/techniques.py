@@ -73,6 +73,28 @@ def last_resort(
     return tuple(t for t in LAST_RESORT[device_type] if f"+{t}" not in names)
 
 
+def left_out(strategy: str, allow: str | Sequence[str] | None, device_type: str) -> dict[str, str]:
+    """Why a plan may be without a technique although nothing was tried, by technique."""
+    used = techniques_for(strategy, allow, device_type)
+    later = last_resort(strategy, allow, device_type)
+    useless = ("offload", *ON_HOST) if device_type == "cpu" else ()
+    reasons = dict[str, str]()
+    for name in AVAILABLE:
+        add = f"add --allow +{name}"
+        if name in used:
+            reasons[name] = "allowed, but not needed: the plan is as fast without it"
+        elif name in INT8_WEIGHTS and (name != INT8_WEIGHTS[0] or {*INT8_WEIGHTS} & {*used}):
+            continue  # one of its forms says enough
+        elif name in later:
+            reasons[name] = f"tried where nothing holds without it; before: {add}"
+        elif name in useless:
+            reasons[name] = "not allowed, and of no use on a CPU"
+        else:
+            kind = "approximate, not allowed" if name in APPROXIMATE else "not allowed"
+            reasons[name] = f"{kind}: {add}"
+    return reasons
+
+
 def check_device(device_type: str) -> None:
     """Refuse a kind of device that no step runs on."""
     if device_type not in DEFAULTS:

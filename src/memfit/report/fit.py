@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import RenderableType
@@ -29,17 +29,22 @@ class Option:
 
 
 def fit_report(
-    result: Result, plan: Plan, rates: CopyRates | None = None, *, explain: bool = False
+    result: Result,
+    plan: Plan,
+    rates: CopyRates | None = None,
+    *,
+    explain: bool = False,
+    left_out: Mapping[str, str] | None = None,
 ) -> list[RenderableType]:
     """The whole report of a fit but for its last line.
 
     `rates` are those of copies, if the plan was allowed to move memory to the host. `explain` says
-    of each technique why it was taken or not.
+    of each technique why it was taken or not; `left_out` why some were not tried.
     """
     return [
         headline(result.workload, result.device),
         _comparison(result, plan),
-        *technique_tables(plan, explain=explain),
+        *technique_tables(plan, explain=explain, left_out=left_out),
         facts(_facts(result, plan, rates)),
         *note_lines([*result.notes, *uncaptured_notes(plan)]),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -85,17 +86,18 @@ def plan_report(
     *,
     every: bool,
     explain: bool = False,
+    left_out: Mapping[str, str] | None = None,
 ) -> list[RenderableType]:
     """The whole report of a plan but for its last line.
 
     `rates` are those of copies, if the plan was allowed to move memory to the host. `explain` says
-    of each technique why it was taken or not.
+    of each technique why it was taken or not; `left_out` why some were not tried.
     """
     predicted = plan.predicted
     return [
         headline(plan.workload, {"name": device_name}),
         segment_table(plan, every=every),
-        *technique_tables(plan, explain=explain),
+        *technique_tables(plan, explain=explain, left_out=left_out),
         category_table(
             f"predicted peak, in {predicted.where}", predicted.categories, "predicted peak"
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from rich.table import Table
@@ -14,14 +14,21 @@ from memfit.units import format_bytes, format_seconds
 Number = TypeVar("Number", int, float)
 
 
-def technique_tables(plan: Plan, *, explain: bool) -> list[Table]:
+def technique_tables(
+    plan: Plan, *, explain: bool, left_out: Mapping[str, str] | None = None
+) -> list[Table]:
     """What the plan takes, in the order it was taken; with `explain` all that was tried, and why.
 
-    Nothing, unless there was more to choose from than what happens to activations.
+    Nothing, unless there was more to choose from than what happens to activations. `left_out` says
+    why others were not tried, by technique.
     """
     if not plan.choices and not explain:
         return []
     shown = [row for row in technique_rows(plan) if explain or row.taken]
+    if explain:
+        told = {name for row in shown for name in row.name.split(" and ")}
+        more = (left_out or {}).items()
+        shown += [TechniqueChoice(name, False, why) for name, why in more if name not in told]
     names = ["technique", "", "saves", "costs"]
     table = columns(*names, *(["why"] if explain else []), text=names[:2], wrap=("why",))
     for row in shown:

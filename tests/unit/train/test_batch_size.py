@@ -426,7 +426,7 @@ def test_batches_that_ignore_their_size_are_refused(rows: int) -> None:
     def fixed(size: int) -> Any:
         return torch.randn(rows, 16), torch.zeros(rows, dtype=torch.long)
 
-    with pytest.raises(UsageError, match=rf"gives a batch of {rows}, as make_batch") as refused:
+    with pytest.raises(UsageError, match=rf"gives a batch of {rows}") as refused:
         find_batch_size(workload(), "1MiB", steps=1, make_batch=fixed)
     assert "size it is given" in (refused.value.hint or "")
 
