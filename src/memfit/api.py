@@ -306,7 +306,7 @@ def fit_workload(
     made = beside(base, made, whole.choices) if plan is None else made
     planned = Applied(made, workload.model, setup)
     with told_how_far(workload, say, base):
-        result = prove(workload, planned, base, held, steps=steps, say=say)
+        result = prove(workload, planned, base, held, steps=steps, force=goal.force, say=say)
     if not result.numerics.kept:
         warnings.warn(
             f"{workload.name or 'the step'} holds its budget, but its numbers are not those of the "

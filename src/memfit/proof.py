@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memfit.holding import Held
@@ -11,17 +11,18 @@ from memfit.ir.profile import Profile
 from memfit.ir.result import BaselineResult, Decisions, Measured, Numerics, Predicted, Result
 from memfit.planning.budget import baseline_peak_bytes
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.techniques import OPTIMIZER, ROUNDED_STATE
+from memfit.planning.techniques import MICROBATCH, OPTIMIZER, ROUNDED_STATE
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import part_of
-from memfit.verify.numerics import check_numerics, check_split
+from memfit.verify.numerics import check_numerics
 from memfit.verify.parameters import (
     APPROXIMATE_TOLERANCE,
     ELSEWHERE_TOLERANCE,
     STEPS,
     check_parameters,
 )
+from memfit.verify.parts import check_split
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
 
@@ -33,16 +34,20 @@ def prove(
     held: Held,
     *,
     steps: int,
+    force: Sequence[str] = (),
     say: Callable[[str], None],
 ) -> Result:
     """Compare the planned step with the unplanned one; `steps` of each are timed.
 
-    `base` is the profile of the step before anything was done to it.
+    `base` is the profile of the step before anything was done to it; what techniques that are
+    forced change is only said.
     """
     plan, part = planned.plan, part_of(workload, planned.plan.split)
     begun = time.perf_counter()
     say("comparing numbers")
     numerics = _numbers(workload, part, planned, base.accumulate * plan.split)
+    if plan.split > 1:
+        numerics = check_split(workload, planned, numerics, forced=MICROBATCH in force)
     say("timing steps")
     if planned.swap is not None:
         planned.swap.reset_statistics()
@@ -73,7 +78,7 @@ def _numbers(workload: Workload, part: Workload, planned: Applied, accumulate: i
     numerics = check_numerics(part, planned, unplanned)
     if set(OPTIMIZER) & set(plan.setup):
         numerics = _with_parameters(part, planned, numerics, min(accumulate, 2))
-    return check_split(workload, planned, numerics) if plan.split > 1 else numerics
+    return numerics
 
 
 def _timed_beside(workload: Workload, planned: Applied, base: Profile) -> Applied | None:

@@ -18,7 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from memfit.errors import HostMemoryError, InfeasibleError, UsageError
+from memfit.errors import (
+    HostMemoryError,
+    InfeasibleError,
+    MemfitError,
+    ModelError,
+    UsageError,
+)
 from memfit.ir.plan import Plan, TechniqueChoice
 from memfit.ir.profile import Profile
 from memfit.planning.budget import baseline_peak_bytes
@@ -36,6 +42,7 @@ from memfit.runtime.optimizer.in_backward.train import looks_first
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import refused_split, samples_in
 from memfit.units import format_bytes
+from memfit.verify.parts import why_parts_differ
 from memfit.workload import Workload
 
 Measure = Callable[[Setup | None, int], Profile]  # with a set-up, of the batch in so many parts
@@ -45,6 +52,7 @@ LESS = 0.01  # of the smallest budget
 NEAR = 0.05  # of the step: recomputing that takes no more leaves little to win by moving
 TRIED_S = 3.0  # to plan with a technique that may be taken
 STATE_IN_ROOM = (1.0, 0.5)  # of what the leanest plan leaves free, for optimizer state to stay
+NOT_POSSIBLE = (UsageError, HostMemoryError, ModelError)  # with a technique; without it, it was
 NOT_NEEDED = f"not needed: a plan without it costs less than {CHEAP:.0%} of the step"
 TILES_PER_BUDGET = 64
 SMALLEST_TILE, LARGEST_TILE = 2**18, 2**28
@@ -114,8 +122,8 @@ def _best(workload: Workload, base: Profile, goal: Goal, measure: Measure) -> Wh
             choices.pop(name, None)  # in the order of the last word on each
             try:
                 found = _tried(measure(candidate, split), goal)
-            except (UsageError, HostMemoryError) as error:
-                choices[name] = TechniqueChoice(name, False, f"not possible: {error.message}")
+            except NOT_POSSIBLE as error:
+                choices[name] = TechniqueChoice(name, False, _why_not(error))
                 continue
             choices[name] = _choice(name, best, found, _how(name, found.profile))
             if not choices[name].taken:
@@ -203,13 +211,22 @@ def _split(
     """The batch in two parts, in four, and so on as long as that is better."""
     if _is_cheap(best, base):
         return 1, best, TechniqueChoice(MICROBATCH, False, NOT_NEEDED)
-    why = refused_split(workload, forced=MICROBATCH in goal.force)
+    forced = MICROBATCH in goal.force
+    why = refused_split(workload, forced=forced)
+    try:
+        if why is None and not forced:
+            why = why_parts_differ(workload)
+    except NOT_POSSIBLE as error:
+        why = error.message
     if why is not None:
         return 1, best, TechniqueChoice(MICROBATCH, False, f"not possible: {why}")
     whole, split = best, 1
     choice: TechniqueChoice | None = None
     while 2 * split <= samples_in(workload.batch):
-        found = _tried(measure(setup, 2 * split), goal)
+        try:
+            found = _tried(measure(setup, 2 * split), goal)
+        except NOT_POSSIBLE as error:
+            return split, best, choice or TechniqueChoice(MICROBATCH, False, _why_not(error))
         tried = _choice(MICROBATCH, best, found, f"in {2 * split} parts ")
         if not tried.taken:
             return split, best, choice or tried
@@ -217,6 +234,11 @@ def _split(
         choice = _choice(MICROBATCH, whole, best, f"in {split} parts ")
     assert choice is not None, "a batch that can be split has two samples"
     return split, best, choice
+
+
+def _why_not(error: MemfitError) -> str:
+    """Why a technique cannot be used, and what can in its place."""
+    return f"not possible: {error.message}{f' (hint: {error.hint})' if error.hint else ''}"
 
 
 def _refuse(refusal: InfeasibleError, tried: Sequence[TechniqueChoice]) -> None:

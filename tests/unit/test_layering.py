@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "fitted": BASE | {"ir", "workload", "measure", "runtime"},
     "observe": BASE | {"ir", "workload", "measure", "runtime", "capture", "report", "fitted"},
     "config": BASE | {"planning"},
-    "whole_step": BASE | {"ir", "workload", "planning", "runtime"},
+    "whole_step": BASE | {"ir", "workload", "planning", "runtime", "verify"},
     "holding": BASE | {"ir", "workload", "capture", "planning", "runtime", "verify"},
     "attempts": BASE | {"ir", "workload", "planning", "runtime", "whole_step", "holding"},
     "proof": BASE | {"ir", "workload", "holding", "planning", "runtime", "verify"},

@@ -29,6 +29,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
 from memfit.verify.budget import BudgetCheck
+from memfit.verify.parts import STILL_RANDOM, why_parts_differ
 from memfit.whole_step import _tried, whole_step
 from memfit.workload import Workload
 
@@ -496,12 +497,71 @@ def test_a_larger_batch_in_parts_leaves_the_planned_one_as_it_was() -> None:
         assert first.split > 1
 
 
-def test_parts_that_draw_random_numbers_are_not_called_the_same() -> None:
+def test_parts_that_draw_random_numbers_are_compared_without_them() -> None:
     workload = deep(nn.Dropout(0.1))
     with fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1) as fitted:
         numerics = fitted.result.numerics
         assert fitted.plan.split > 1 and numerics.kept and not numerics.bitwise_vs_unplanned
-        assert "their sum is not compared" in str(numerics.note)
+        assert "constants in the place of its random numbers" in str(numerics.note)
+
+
+def _summed(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def _contrastive(model: nn.Module, batch: Any) -> torch.Tensor:
+    found = nn.functional.normalize(model(batch[0]), dim=-1)
+    return nn.functional.cross_entropy(found @ found.T / 0.1, torch.arange(len(found)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("what", ["a sum", "samples compared", "few that count"])
+def test_parts_were_another_step_and_nobody_noticed_where_it_draws_random_numbers(
+    what: str, dropout: float
+) -> None:
+    workload = deep(*([nn.Dropout(dropout)] if dropout else []))
+    if what == "few that count":
+        workload.batch[1][:200] = -100
+    else:
+        workload = replace(workload, loss_fn=_summed if what == "a sum" else _contrastive)
+    with pytest.raises(InfeasibleError, match="halves of the batch give another step"):
+        fit_workload(workload, "45%", allow="microbatch", executor="module", steps=1)
+    with fit_workload(
+        workload, "45%", allow="microbatch", force=["microbatch"], executor="module", steps=1
+    ) as fitted:
+        numerics = fitted.result.numerics
+        assert numerics.agree and "as forced" in str(numerics.note)
+        assert numerics.grad_max_rel_diff > 0.01 or numerics.loss_max_abs_diff > 0.01
+
+
+def test_a_batch_that_cannot_be_halved_ended_the_fit_with_the_models_error() -> None:
+    workload = deep()
+    count = len(workload.batch[0])
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert len(batch[0]) == count, "one row for each sensor"
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    workload = replace(workload, loss_fn=loss_fn)
+    with pytest.raises(InfeasibleError, match=r"half of the batch: .*one row for each"):
+        fit_workload(workload, "45%", allow="recompute,microbatch", executor="module", steps=1)
+
+
+def test_random_numbers_that_are_drawn_otherwise_are_constant_too() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(64, 2, dropout=0.1, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0.1 * torch.randn_like(x) * torch.rand(x.shape)
+            x = x * x.new_empty(len(x), 1).bernoulli_(0.9).div_(0.9)  # drops whole samples
+            x = x + torch.nn.functional.dropout(x, 0.1) + torch.randn(64).uniform_(-1, 1)
+            return x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+
+    assert why_parts_differ(deep(Noisy())) is None
+    shuffling = replace(deep(), loss_fn=lambda m, b: m(b[0][torch.randperm(len(b[0]))]).sum())
+    assert why_parts_differ(shuffling) == STILL_RANDOM
 
 
 def test_parts_of_several_batches_wait_for_the_last() -> None:

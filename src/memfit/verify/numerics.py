@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from memfit.measure.step import (
 from memfit.runtime.apply import Applied
 from memfit.runtime.compile.choice import OtherGraph
 from memfit.runtime.random_state import RandomState
-from memfit.runtime.split import norm_over_the_batch, parts_of, samples_in
 from memfit.verify.deterministic import deterministic
 from memfit.workload import Workload
 
@@ -120,7 +119,7 @@ def _with_repeatable_kernels(
 def _planned_against_unplanned(
     workload: Workload, planned: Applied, base: Applied | None
 ) -> Numerics:
-    unplanned, on_host = _unplanned_numbers(workload, base)
+    unplanned, on_host = unplanned_numbers(workload, base)
     note = None
     if on_host:
         note = "the unplanned step does not fit: its activations were kept in host memory"
@@ -161,19 +160,19 @@ def _beside_eager(workload: Workload, result: Numerics, unplanned: Numbers) -> N
 
     An eager step that is as far from itself tells nothing.
     """
-    eager, _ = _unplanned_numbers(workload, None)
+    eager, _ = unplanned_numbers(workload, None)
     apart = compare(eager, unplanned, small=SMALL).grad_max_rel_diff
     result = replace(result, eager_max_rel_diff=apart)
     if apart <= EAGER_TOLERANCE:
         return result
-    again, _ = _unplanned_numbers(workload, None)
+    again, _ = unplanned_numbers(workload, None)
     if apart <= 2 * compare(eager, again, small=SMALL).grad_max_rel_diff:
         return result
     note = f"the code of its segments is not the plain step: gradients are {apart:.2g} apart"
     return replace(result, agree=False, note=f"{result.note}; {note}" if result.note else note)
 
 
-def _unplanned_numbers(workload: Workload, base: Applied | None) -> tuple[Numbers, bool]:
+def unplanned_numbers(workload: Workload, base: Applied | None) -> tuple[Numbers, bool]:
     """The unplanned step's numbers, and whether its activations had to lie in host memory."""
     try:
         return _numbers(workload, base), False
@@ -206,49 +205,6 @@ def _near(
     return replace(result, agree=apart <= tolerance, note=note)
 
 
-def check_split(workload: Workload, planned: Applied, result: Numerics) -> Numerics:
-    """The comparison of one part, with that of all parts together and the whole batch."""
-    if workload_is_random(workload):
-        note = "parts draw other random numbers than the whole batch: their sum is not compared"
-        note = f"{result.note}; {note}" if result.note else note
-        return replace(result, bitwise_vs_unplanned=False, note=note)
-    plain, _ = _unplanned_numbers(workload, None)
-    parts = _numbers_of_parts(workload, planned)
-    apart = gradient_error(plain, parts)
-    note = f"all parts together are {apart:.2g} of the gradients' length from the whole batch"
-    norm = norm_over_the_batch(workload)
-    if norm is not None:
-        note += f", as forced: batch norm {norm!r} takes its statistics over parts"
-    return replace(
-        result,
-        bitwise_vs_unplanned=False,
-        grad_max_rel_diff=max(result.grad_max_rel_diff, apart),
-        agree=result.agree and (norm is not None or apart <= REORDERED_TOLERANCE),
-        note=f"{result.note}; {note}" if result.note else note,
-    )
-
-
-def _numbers_of_parts(workload: Workload, planned: Applied) -> Numbers:
-    """The batch in the plan's parts, weighed by their samples."""
-    parts = parts_of(workload.batch, planned.plan.split)
-    samples = samples_in(workload.batch)
-    setup = planned.setup
-    with (
-        untouched(workload, unmeasured=True),
-        planned,
-        nullcontext() if setup is None else setup.holding_gradients(),
-    ):
-        total = torch.zeros(())
-        for part in parts:
-            loss = workload.compute_loss(part) * (samples_in(part) / samples)
-            run_backward(workload, loss)
-            total += loss.detach().cpu()
-        gradients = {
-            n: _host(p.grad) for n, p in workload.model.named_parameters() if p.grad is not None
-        }
-        return Numbers(total, gradients, {})
-
-
 def _against_unplanned(
     workload: Workload,
     base: Applied | None,
@@ -261,7 +217,7 @@ def _against_unplanned(
     Compiled code draws other random numbers than eager code, so there is no reference.
     """
     apart = gradient_error(unplanned, planned)
-    again, _ = _unplanned_numbers(workload, base)
+    again, _ = unplanned_numbers(workload, base)
     itself = gradient_error(unplanned, again)
     note = (
         "compiled code draws other random numbers than eager: no full-precision reference; all "
@@ -277,7 +233,7 @@ def _against_reference(
 ) -> Numerics:
     """How far both steps are from eager full precision."""
     with full_precision():
-        reference, _ = _unplanned_numbers(workload, None)
+        reference, _ = unplanned_numbers(workload, None)
     errors = {
         "planned": gradient_error(reference, planned),
         "unplanned": gradient_error(reference, unplanned),
