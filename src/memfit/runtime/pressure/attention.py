@@ -26,6 +26,8 @@ import time
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from memfit.errors import UsageError
+from memfit.runtime.pressure.aside import remove_hooks, set_hooks
 from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, is_in_backward
 from memfit.runtime.pressure.module_calls import ModuleCalls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
@@ -62,6 +64,12 @@ class Attention:
         self._beneath = hooks_in_force()
         self._saved_tensors.when_asked = self._consider
         if not (self._dozes and self._watch()):
+            if not hooks_are_allowed():
+                raise UsageError(
+                    "a valve cannot look at saved tensors here: torch.func.grad and its kin, or "
+                    "torch.autograd.graph.disable_saved_tensors_hooks, forbid hooks for them",
+                    hint="enter memfit.pressure around the whole loop, which may call torch.func",
+                )
             self._wake()
 
     def end(self) -> None:
@@ -69,13 +77,13 @@ class Attention:
         self._saved_tensors.when_asked = None
         self._calls.stop()
         if self._hooks is not None:
-            self._hooks.__exit__()
+            remove_hooks(self._hooks)
             self._hooks = None
 
     def _wake(self) -> None:
         self._read_capacity()
         hooks = saved_tensors_hooks(self._saved_tensors.pack, self._saved_tensors.unpack)
-        hooks.__enter__()
+        set_hooks(hooks)
         self._hooks, self._dozes = hooks, False
 
     def _read_capacity(self) -> None:
@@ -89,7 +97,7 @@ class Attention:
         self._calls.stop()  # there is nothing left to take in
         if self._saved_tensors.is_quiet() and self._watch():
             assert self._hooks is not None
-            self._hooks.__exit__()
+            remove_hooks(self._hooks)
             self._hooks, self._dozes = None, True
 
     def _watch(self) -> bool:
@@ -112,11 +120,11 @@ class Attention:
         return leave_out, self._look_at
 
     def _look(self, value: object) -> None:
-        if not self._in_forward():
-            return
+        if not self._in_forward() or not hooks_are_allowed():
+            return  # with the next call
         if self._hooks is None:
-            if hooks_in_force() != self._beneath or not hooks_are_allowed():
-                return  # with the next call
+            if hooks_in_force() != self._beneath:
+                return  # likewise
             if time.monotonic() > self._ask_again_at:
                 self._read_capacity()
             room = self._saved_tensors.room()

@@ -1,6 +1,7 @@
 """What the valve uses of torch that is private: owners of storages, hooks in force, saved tensors.
 
-No other module of the valve touches it.
+Also the functions that forbid hooks, in whose place others stand for a while (aside.py). No other
+module of the valve touches it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,35 @@ def hooks_in_force() -> object:
 def hooks_are_allowed() -> bool:
     """Whether hooks for saved tensors may be set now; some transforms of torch forbid them."""
     return bool(_AUTOGRAD._saved_tensors_hooks_is_enabled())
+
+
+class AllowedHooks:
+    """torch's functions that forbid hooks for saved tensors and allow them; others may stand in."""
+
+    _NAMES = ("_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable")
+
+    def __init__(self) -> None:
+        self.forbid, self.allow = (getattr(_AUTOGRAD, name) for name in self._NAMES)
+        self._ours: tuple[Any, Any] | None = None
+
+    def replace(self, forbid: Any, allow: Any) -> None:
+        """Put these in their places, unless someone else has put theirs there."""
+        if self._there() == (self.forbid, self.allow):
+            self._ours = forbid, allow
+            self._put(self._ours)
+
+    def restore(self) -> None:
+        """Undo that."""
+        if self._ours is not None and self._there() == self._ours:
+            self._put((self.forbid, self.allow))
+        self._ours = None
+
+    def _there(self) -> tuple[Any, ...]:
+        return tuple(getattr(_AUTOGRAD, name) for name in self._NAMES)
+
+    def _put(self, functions: tuple[Any, Any]) -> None:
+        for name, function in zip(self._NAMES, functions, strict=True):
+            setattr(_AUTOGRAD, name, function)
 
 
 def is_in_backward() -> bool:

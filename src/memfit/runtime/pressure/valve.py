@@ -119,6 +119,9 @@ def pressure(
     On CUDA, a valve that saw a step use far less than the threshold takes its hooks away: until
     more is in use it looks only when modules are called (`dozes`).
 
+    What torch.func.grad, vjp, jacrev and hessian save inside themselves stays on the device, for
+    they forbid hooks.
+
     Host memory is pinned when it is first needed and given back on leaving: where memory is short
     in every step, enter once around the loop.
     """
