@@ -130,6 +130,7 @@ def profile_workload(
         call_times=seconds.calls,
         step_s=seconds.step_s,
         host_slack_s=seconds.host_slack_s,
+        between_s=seconds.between_s,
         trim_s=seconds.trim_s,
         baseline=(
             None if peak is None else Baseline(peak.bytes, peak.reserved_bytes, seconds.step_s)

@@ -21,7 +21,7 @@ from memfit.capture.discover import dropped_saved_tensors
 from memfit.capture.recording import recompute_all
 from memfit.capture.usual import LAUNCH_BOUND
 from memfit.ir.profile import CallTime
-from memfit.ir.step_graph import StepGraph
+from memfit.ir.step_graph import PHASES, StepGraph
 from memfit.measure.call_times import CallClock, medians
 from memfit.measure.memory import Peak, measure_peak
 from memfit.measure.ran_out import Stages, ended_by
@@ -49,12 +49,13 @@ LEAD = 2  # short steps in a row, after which the host is far ahead of the devic
 
 @dataclass(frozen=True)
 class Seconds:
-    """Per call, of the plain step, and how long the host idles in it."""
+    """Per call, of the plain step and between its calls, and how long the host idles in it."""
 
     calls: tuple[CallTime, ...]
     step_s: float
     host_slack_s: float
     trim_s: float
+    between_s: dict[str, float]  # by PHASES
 
 
 def recomputing_all(
@@ -142,7 +143,9 @@ class StepTimes:
             for f, b, d, h in zip(forward, backward, device, host, strict=True)
         )
         trim_s = max(whole.get("trimmed", 0.0) - whole["recomputed"], 0.0)
-        return Seconds(calls, step_s, self.passes * factors.slack_s, trim_s)
+        between = medians([r["between"] for r in plain or recomputed], range(len(PHASES)))
+        between_s = dict(zip(PHASES, between, strict=True)) if any(between) else {}
+        return Seconds(calls, step_s, self.passes * factors.slack_s, trim_s, between_s)
 
     def _fit(
         self,
@@ -277,15 +280,9 @@ class StepTimes:
         with ExitStack() as stack:
             stack.enter_context(self._routed(engine))
 
-            def phase(name: str) -> None:
-                if name == "forward":  # of several, the last one's
-                    calls.backward.clear()
-                elif name == "optimizer":
-                    calls.end = self.clock.now()
-
             for _ in range(LEAD if self.clock.runs_behind and step_s < SHORT_S else 0):
                 run_step(self.workload)
-            run_step(self.workload, phase=phase)
+            run_step(self.workload, phase=calls.phase_begins)
         self.clock.settle()
         return calls.read()
 

@@ -120,6 +120,8 @@ class Profile:
     call_times: tuple[CallTime, ...]
     step_s: float
     host_slack_s: float = 0.0  # host seconds of recompute that vanish behind the device's work
+    # Outside of segments, by PHASES, in one pass; the optimizer's in a step. Empty: not measured.
+    between_s: dict[str, float] = field(default_factory=dict)
     trim_s: float = 0.0  # what giving free pages back costs a step
     baseline: Baseline | None = None  # None: it does not fit on the device
     copy: CopyRates | None = None  # None: not measured, nothing can be moved to the host

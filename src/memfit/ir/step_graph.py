@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 STATIC_CATEGORIES = ("parameters", "optimizer_state", "buffers", "batch", "other")
 BLOCK_CATEGORIES = ("gradients", "activations", "temporaries")
+PHASES = ("forward", "head and loss", "backward", "optimizer")  # of a step, in their order
 FEW_CALLS, LONG_RUNS = 30, (6, 8, 12, 16)
 CATEGORIES = STATIC_CATEGORIES + BLOCK_CATEGORIES
 _FUSED_CODE = "Compiled"  # in torch's names for code of many operators, beside keys and numbers

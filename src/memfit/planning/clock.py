@@ -1,25 +1,27 @@
 """When each position of a step comes: seconds of calls and copies, put on the step's positions.
 
 A call that runs by another variant is one graph to the step: all of its seconds go to the position
-of its peak. What the calls do not account for is spread over the positions between them by the
-bytes that are allocated there: nobody timed these, and what makes large tensors takes long.
+of its peak. What the calls do not account for is shared among the phases of the step as they were
+timed, and within each spread over the positions outside of calls by the bytes that are allocated
+there: what makes large tensors takes long. Profiles of earlier versions have no seconds of phases:
+there the bytes alone decide, and an optimizer that allocates nothing takes no time.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from memfit.ir.replay import COMPUTE, COPY_IN, COPY_OUT, Knot, Work, interpolate
-from memfit.ir.step_graph import Call, StepGraph
+from memfit.ir.step_graph import PHASES, Call, StepGraph
 from memfit.planning.acts import Act, Pick, Send
 from memfit.planning.simulate import Simulator
 from memfit.planning.timetable import Stretch, timetable
 
-PHASES = ("forward", "head and loss", "backward", "optimizer")
+OPTIMIZER = PHASES[-1]
 WITH_SEGMENTS = ("forward", "backward")
-LARGE = 2e-3  # of all bytes allocated between calls: a position with more has its own knots
+LARGE = 2e-3  # of the bytes a phase allocates between calls: a position with more has its own knots
 SHORT = 1e-9  # of the step: shorter stretches are rounding
 
 
@@ -53,17 +55,15 @@ def clock_and_work(
     parts = _parts(sim, acts, table.forward, table.backward)
     stretches = [*table.forward, *table.backward, *table.out, *table.back]
     busy_s = max((stretch.end_s for stretch in stretches), default=0.0)
-    scale = min(1.0, step_s / busy_s) if busy_s > 0 else 1.0
-    between = _Between(sim.graph, parts, max(step_s - scale * busy_s, 0.0))
+    between_s = _between_seconds(sim)
+    timed_s = busy_s + sum(between_s.values())
+    scale = min(1.0, step_s / timed_s) if timed_s > 0 else 1.0
+    between = _Between(sim.graph, parts, max(step_s - scale * busy_s, 0.0), between_s)
     knots, work = [Knot(0, 0.0)], list[Work]()
     lanes = [(0.0, 0.0)]  # seconds on the lanes -> seconds of the step
     now, position, lane = 0.0, 0, 0.0
     for part in parts:
-        begun = now
-        for knot in between.knots(position, part.first, begun):
-            knots.append(knot)
-            now = knot.seconds
-        _add_between(work, sim.graph, position, begun, now, step_s)
+        now = between.pass_by(position, part.first, now, knots, work)
         now += scale * (part.stretch.start_s - lane)  # waiting for a copy
         lanes.append((part.stretch.start_s, now))
         begun, now = now, now + scale * (part.stretch.end_s - part.stretch.start_s)
@@ -78,8 +78,7 @@ def clock_and_work(
         knots.append(Knot(part.last, now))
         lanes.append((part.stretch.end_s, now))
         position, lane = part.last, part.stretch.end_s
-    knots += between.knots(position, sim.graph.length, now)
-    _add_between(work, sim.graph, position, now, step_s, step_s)
+    between.pass_by(position, sim.graph.length, now, knots, work)
     knots.append(Knot(sim.graph.length, step_s))
     if lane < busy_s:  # copies that nothing waits for
         lanes.append((busy_s, step_s))
@@ -123,37 +122,67 @@ def _parts(
     return found
 
 
-class _Between:
-    """Seconds of the positions outside all parts."""
+def _between_seconds(sim: Simulator) -> dict[str, float]:
+    """Seconds outside of calls in one pass, by phase: the optimizer steps once for all passes."""
+    passes = sim.profile.passes
+    return {
+        phase: seconds / passes if phase == OPTIMIZER else seconds
+        for phase, seconds in sim.profile.between_s.items()
+    }
 
-    def __init__(self, graph: StepGraph, parts: Sequence[_Part], rest_s: float) -> None:
+
+class _Between:
+    """Seconds of the positions outside all parts: `rest_s` together, shared as `between_s` is."""
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        parts: Sequence[_Part],
+        rest_s: float,
+        between_s: Mapping[str, float],
+    ) -> None:
         self.weights = [1.0] * graph.length  # a byte for those where nothing is allocated
         for block in graph.blocks:
             if block.birth < graph.length:
                 self.weights[block.birth] += block.bytes
         for part in parts:
             self.weights[part.first : part.last] = [0.0] * (part.last - part.first)
-        total = sum(self.weights)
-        self.pace_s = rest_s / total if total else 0.0
-        self.large = total * LARGE
+        self.phases = list(pairwise((0, *phase_ends(graph), graph.length)))
+        totals = [sum(self.weights[start:end]) for start, end in self.phases]
+        # A phase without positions of its own has nowhere to stand.
+        shares = [
+            between_s.get(name, 0.0) if t else 0.0 for name, t in zip(PHASES, totals, strict=True)
+        ]
+        shares = shares if any(shares) else totals
+        unit_s = rest_s / sum(shares) if any(shares) else 0.0
+        self.paces = [unit_s * s / t if t else 0.0 for s, t in zip(shares, totals, strict=True)]
+        self.large = [t * LARGE for t in totals]
+        self.least_s = SHORT * rest_s
 
-    def knots(self, first: int, last: int, now: float) -> Iterator[Knot]:
-        """When positions begin, from `first` at `now` to `last`: large ones, and the end."""
+    def pass_by(
+        self, first: int, last: int, now: float, knots: list[Knot], work: list[Work]
+    ) -> float:
+        """Add knots and work of the positions from `first` to `last`; return when they are over."""
+        for phase, (start, end) in enumerate(self.phases):
+            begun, since, until = now, max(first, start), min(last, end)
+            for knot in self._knots(phase, since, until, begun) if since < until else ():
+                knots.append(knot)
+                now = knot.seconds
+            name = PHASES[phase]
+            words = f"{name}, between segments" if name in WITH_SEGMENTS else name
+            if now - begun > self.least_s:
+                work.append(Work(COMPUTE, "other", words, begun, now))
+        knots.append(Knot(last, now))
+        return now
+
+    def _knots(self, phase: int, first: int, last: int, now: float) -> Iterator[Knot]:
+        """When positions of a phase begin, from `first` at `now` on: large ones, and the end."""
+        large, pace_s = self.large[phase], self.paces[phase]
         for position in range(first, last):
             weight = self.weights[position]
-            if weight > self.large:
+            if weight > large:
                 yield Knot(position, now)
-            now += self.pace_s * weight
-            if weight > self.large and position + 1 < last:
+            now += pace_s * weight
+            if weight > large and position + 1 < last:
                 yield Knot(position + 1, now)
         yield Knot(last, now)
-
-
-def _add_between(
-    work: list[Work], graph: StepGraph, position: int, begun: float, ended: float, step_s: float
-) -> None:
-    """Add the time between two calls, by what the step does there."""
-    phase = PHASES[bisect_right(phase_ends(graph), position)]
-    name = f"{phase}, between segments" if phase in WITH_SEGMENTS else phase
-    if ended - begun > SHORT * step_s:
-        work.append(Work(COMPUTE, "other", name, begun, ended))

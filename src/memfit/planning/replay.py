@@ -7,8 +7,9 @@ from itertools import groupby
 
 from memfit.ir.plan import Plan
 from memfit.ir.replay import LiveTensor, Replay
+from memfit.ir.step_graph import PHASES
 from memfit.planning.acts import Act, Effect, Pick
-from memfit.planning.clock import PHASES, backward_end, clock_and_work, phase_ends
+from memfit.planning.clock import backward_end, clock_and_work, phase_ends
 from memfit.planning.naming import INSIDE, SMALLER, Named, Names
 from memfit.planning.simulate import Simulator
 from memfit.planning.write_plan import read_acts

@@ -164,12 +164,22 @@ def test_a_call_clock_reads_forward_replay_and_backward() -> None:
     calls.forward[0] = (1.0, 1.5)
     calls.replay[1] = (2.0, 2.25)
     second.sum().backward()
-    calls.end = calls.clock.now()
+    calls.phase_begins("optimizer")
     read = calls.read()
     assert read["forward"] == {0: 0.5}
     assert read["replay"] == {1: pytest.approx(0.25)}
     assert list(read["backward"]) == [1, 0], "the last call's gradient arrives first"
     assert all(seconds >= 0 for seconds in read["backward"].values())
+
+
+def test_a_call_clock_reads_what_lies_between_calls() -> None:
+    """Nobody timed the loss and the optimizer."""
+    calls = CallClock(Clock(CPU))
+    calls.forward = {0: (1.0, 2.0), 1: (2.5, 4.0)}
+    calls.begun = {"forward": 0.5, "backward": 6.0, "optimizer": 12.0, "end": 20.0}
+    calls.backward = [(1, 7.0), (0, 9.0)]
+    assert calls.read()["between"] == {0: 1.0, 1: 2.0, 2: 1.0, 3: 8.0}
+    assert calls.read()["backward"] == {1: 2.0, 0: 3.0}
 
 
 def test_a_device_that_was_not_kept_busy_long_enough_is_kept_busy_longer(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memfit.ir.profile import CopyRates, Profile
 from memfit.ir.replay import COMPUTE, COPY_IN, COPY_OUT, TRACKS, Replay
-from memfit.ir.step_graph import CATEGORIES
+from memfit.ir.step_graph import CATEGORIES, PHASES
 from memfit.planning.acts import Act, Pick, Send
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.replay import replay, replay_plan
@@ -60,7 +60,10 @@ def test_tensors_sum_to_the_simulated_bytes_of_random_steps(
     profile = data.draw(random_profiles(6, accumulate=2))
     rate = data.draw(st.sampled_from([10.0, 1e4, 1e9]))
     drag = data.draw(st.sampled_from([0.0, 0.2, 1.0]))
-    simulator = Simulator(replace(profile, copy=CopyRates(rate, rate, drag=drag)))
+    parts = st.floats(0, 2)
+    between_s = data.draw(st.just({}) | st.fixed_dictionaries(dict.fromkeys(PHASES, parts)))
+    copy = CopyRates(rate, rate, drag=drag)
+    simulator = Simulator(replace(profile, copy=copy, between_s=between_s))
     runs = profile.graph.runs(3)
     acts: list[Act] = data.draw(st.lists(st.sampled_from(runs), max_size=1)) if runs else []
     free = {*range(len(profile.graph.calls))} - {c for f, last in acts for c in range(f, last + 1)}
@@ -68,6 +71,25 @@ def test_tensors_sum_to_the_simulated_bytes_of_random_steps(
     acts += data.draw(st.lists(st.sampled_from(sends), unique=True)) if sends else []
     _check(simulator, acts)
     _check(simulator, simulator.scheduled(acts, None))
+
+
+def test_an_optimizer_that_allocates_nothing_takes_the_time_it_took(chain: Chain) -> None:
+    """It took none: seconds outside of segments were spread by the bytes allocated there."""
+    profile = chain(4)
+    calls_s = sum(c.forward_s + c.backward_s for c in profile.call_times)
+    between_s = dict(zip(PHASES, (0.0, 0.25, 0.05, 0.7), strict=True))
+    timed = replace(profile, between_s=between_s, step_s=calls_s + 1.0)
+    end = timed.graph.backward_end
+    assert all(block.birth < end for block in timed.graph.blocks), "nothing in the optimizer"
+    for accumulate in (1, 2):
+        step_s = accumulate * (calls_s + 0.3) + 0.7
+        made = replay(Simulator(replace(timed, accumulate=accumulate, step_s=step_s)), [])
+        seconds = {w.name: w.end_s - w.start_s for w in made.work if w.kind == "other"}
+        assert seconds["optimizer"] == pytest.approx(0.7 / accumulate)
+        assert seconds["head and loss"] == pytest.approx(0.25)
+        assert made.seconds - made.seconds_at(end) == pytest.approx(0.7 / accumulate)
+    old = replay(Simulator(replace(timed, between_s={})), [])
+    assert old.seconds == pytest.approx(calls_s + 1.0)
 
 
 def test_copies_stand_on_their_tracks(chain: Chain) -> None:

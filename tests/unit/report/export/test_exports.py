@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import memfit
 from memfit.errors import UsageError
+from memfit.ir.step_graph import PHASES
 from memfit.planning.make_plan import Goal, make_plan
-from memfit.planning.replay import replay_plan
+from memfit.planning.replay import replay, replay_plan
 from memfit.planning.simulate import Simulator
 from memfit.report.export.flame import speedscope_json
 from memfit.report.export.plots import write_plots
@@ -52,6 +55,29 @@ def test_copies_in_a_trace_move_what_the_plan_says(swapping: RunReport) -> None:
     assert busy_s == pytest.approx(swapping.plan.predicted.copy_s, rel=0.05)
     last = max(e["ts"] + e["dur"] for e in _events(swapping, ph="X", pid=2)) / 1e6
     assert last == pytest.approx(swapping.plan.predicted.step_s, rel=0.01)
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_the_optimizer_has_its_slice_of_a_trace(planned: RunReport, how: str) -> None:
+    """A fused one allocates nothing, and its time was given to other phases."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), **{how: True})
+    batch = torch.ones(8, 512)
+    workload = memfit.Workload(model, lambda model, x: (model(x) * 2).sum(), optimizer, batch)
+    profile = memfit.profile(workload, executor="module")
+    assert list(profile.between_s) == list(PHASES)
+    before = replay(Simulator(profile), [])
+    slices = _events(replace(planned, before=before), ph="X", pid=1, tid=1)
+    seconds = {name: 0.0 for name in ("optimizer", "head and loss")}
+    for event in slices:
+        seconds[event["name"]] = seconds.get(event["name"], 0.0) + event["dur"] / 1e6
+    assert sum(seconds.values()) == pytest.approx(profile.step_s)
+    timed = profile.between_s["optimizer"] / profile.between_s["head and loss"]
+    assert timed > 1
+    assert seconds["optimizer"] / seconds["head and loss"] == pytest.approx(timed, rel=1e-3)
+    end = before.seconds_at(profile.graph.backward_end)
+    assert before.seconds - end == pytest.approx(seconds["optimizer"], rel=0.01)
 
 
 def test_memory_in_a_trace_reaches_the_peak(planned: RunReport) -> None:
