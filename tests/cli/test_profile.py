@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -60,6 +63,33 @@ def test_profile_writes_operators_and_activations(memfit, tiny, tmp_path):
     layer = [row for row in activations if row["segment"] == "layers.0"]
     assert layer and all(row["first_bw_use_rank"] > row["last_fw_use_rank"] for row in layer)
     assert all(row["inactive_time_s"] > 0 for row in layer)
+
+
+def test_profile_draws_its_rows_against_rank(memfit, tiny, tmp_path):
+    """The CSV files had no plots beside them."""
+    pytest.importorskip("matplotlib")
+    result = memfit("profile", *tiny, "-o", tmp_path, "--plots")
+    assert result.exit_code == 0, result.stderr
+    names = ("run_time", "peak_memory", "activation_size", "inactive_time", "memory_by_rank")
+    for name in names:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        drawn = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        text = "".join(drawn.itertext())
+        assert "rank of the operator in the step" in text
+    assert f"and {', '.join(names)} (.png and .svg) to" in " ".join(result.stdout.split())
+    nodes = json.loads((tmp_path / "nodes.json").read_text())["nodes"]
+    slowest = max(nodes, key=lambda row: row["median_run_time_s"])
+    assert slowest["node_name"] in (tmp_path / "run_time.svg").read_text()
+
+
+def test_profile_plots_without_a_folder_or_matplotlib_are_refused(memfit, tiny, monkeypatch):
+    result = memfit("profile", *tiny, "--plots")
+    assert result.exit_code == 2 and "hint: add -o DIR" in result.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = memfit("profile", *tiny, "--plots", "-o", "unused")
+    assert result.exit_code == 2 and "memfit[plots]" in result.stderr
+    assert not Path("unused").exists()
 
 
 def test_the_next_command_measures_the_same_step(memfit, tiny):

@@ -12,6 +12,7 @@ from memfit.cli.goal import check_executor, setup_words
 from memfit.cli.output_file import make_folder, write_json, writing
 from memfit.cli.session import SCHEMA_VERSION, opened
 from memfit.cli.target import Target, accumulating
+from memfit.errors import UsageError
 
 if TYPE_CHECKING:
     from memfit.ir.profile import Profile
@@ -33,6 +34,14 @@ def profile(
             "JSON) there.",
         ),
     ] = None,
+    plots: Annotated[
+        bool,
+        typer.Option(
+            "--plots",
+            help="Also draw there, PNG and SVG: run time, peak memory, activation size, inactive "
+            "time and memory against rank.",
+        ),
+    ] = False,
     batch: options.Batch = None,
     seq: options.Seq = None,
     dtype: options.Dtype = None,
@@ -46,6 +55,8 @@ def profile(
     with opened(as_json=as_json, verbose=verbose) as session:
         what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
         check_executor(executor)
+        if plots:
+            _check_plots(output)
         make_folder(output)
         session.progress("loading torch")
         from memfit import api
@@ -72,7 +83,7 @@ def profile(
             with writing(output):
                 write_csv(output / "segments.csv", rows)
                 write_csv(output / "timeline.csv", timeline_rows(timeline))
-                _write_tables(measured, output)
+                drawn = _write_tables(measured, output, plots=plots)
         if session.as_json:
             session.emit(
                 {
@@ -96,16 +107,29 @@ def profile(
             return
         session.show(*profile_report(measured, saved, timeline, every=every))
         if output is not None:
+            names = ", ".join(dict.fromkeys(path.stem for path in drawn))
             session.line(
                 "wrote profile.json, segments.csv, timeline.csv, nodes and activations (.csv and "
-                f".json) to {output}"
+                f".json) {f'and {names} (.png and .svg) ' if drawn else ''}to {output}"
             )
         same = [*setup_words(segments or [], executor), *accumulating(accumulate)]
         session.line(f"next: {what.command('plan', '--sweep', *same)}")
 
 
-def _write_tables(profile: Profile, folder: Path) -> None:
-    """Write the operators and the activations of the step, each as CSV and as JSON."""
+def _check_plots(output: Path | None) -> None:
+    """Refuse plots that could not be drawn before the slow part begins."""
+    from memfit.report.export.plots import check_matplotlib
+
+    if output is None:
+        raise UsageError(
+            "--plots draws files, and there is no folder to write them to", hint="add -o DIR"
+        )
+    check_matplotlib()
+
+
+def _write_tables(profile: Profile, folder: Path, *, plots: bool) -> list[Path]:
+    """Write the operators and the activations of the step, as CSV and JSON; return what is drawn
+    of them."""
     from memfit.planning.segment.tables import (
         ACTIVATION_COLUMNS,
         NODE_COLUMNS,
@@ -114,9 +138,15 @@ def _write_tables(profile: Profile, folder: Path) -> None:
     )
     from memfit.report.csv import write_csv
 
+    nodes, activations = node_rows(profile), activation_rows(profile)
     for name, rows, columns in (
-        ("nodes", node_rows(profile), NODE_COLUMNS),
-        ("activations", activation_rows(profile), ACTIVATION_COLUMNS),
+        ("nodes", nodes, NODE_COLUMNS),
+        ("activations", activations, ACTIVATION_COLUMNS),
     ):
         write_csv(folder / f"{name}.csv", rows, columns)
         write_json(folder / f"{name}.json", {"schema_version": SCHEMA_VERSION, name: rows})
+    if not plots:
+        return []
+    from memfit.report.export.profile_plots import write_profile_plots
+
+    return write_profile_plots(nodes, activations, folder)

@@ -75,7 +75,7 @@ def _figure(rows: int, height: float, **options: Any) -> tuple[Figure, Any]:
 
 def _memory(report: RunReport) -> Figure:
     figure, (above, below) = _figure(2, 4.6, sharex=True, sharey=True)
-    size, unit = _unit(max(report.before.peak_bytes, report.plan.budget_bytes or 0))
+    size, unit = byte_unit(max(report.before.peak_bytes, report.plan.budget_bytes or 0))
     _stack(above, report.before, size, f"before: {report.before_words}")
     _stack(below, report.after, size, f"after: {report.after_words}")
     for axes in (above, below):
@@ -110,7 +110,7 @@ def _stack(axes: Axes, replay: Replay, size: int, title: str) -> None:
 def _peaks(report: RunReport) -> Figure:
     figure, axes = _figure(1, 2.2)
     replays = {"before": report.before, "after": report.after}
-    size, unit = _unit(max(r.peak_bytes for r in replays.values()))
+    size, unit = byte_unit(max(r.peak_bytes for r in replays.values()))
     for row, replay in enumerate(replays.values()):
         left = 0.0
         for name, part in replay.peak_categories.items():
@@ -132,7 +132,7 @@ def _peaks(report: RunReport) -> Figure:
 
 def _budgets(report: RunReport) -> Figure:
     figure, axes = _figure(1, 3.4)
-    size, unit = _unit(max(row.budget_bytes for row in report.curve))
+    size, unit = byte_unit(max(row.budget_bytes for row in report.curve))
     for number, strategy in enumerate(report.curve[0].plans):
         points = [
             (row.budget_bytes / size, plan.predicted.step_s / plan.baseline_step_s)
@@ -154,5 +154,6 @@ def _budgets(report: RunReport) -> Figure:
     return figure
 
 
-def _unit(most: int) -> tuple[int, str]:
+def byte_unit(most: int) -> tuple[int, str]:
+    """What to divide bytes by so that the largest are easily read, and its name."""
     return (GIB, "GiB") if most >= GIB else (MIB, "MiB")
