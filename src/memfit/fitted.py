@@ -21,6 +21,7 @@ from memfit.runtime.optimizer.in_backward.step_in_backward import StepInBackward
 from memfit.runtime.optimizer.in_backward.train import train
 from memfit.runtime.signature import batch_signature, is_no_larger
 from memfit.runtime.split import parts_of, samples_in
+from memfit.runtime.step_options import check_step_options
 from memfit.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Fitted:
         on the mean over its own.
         `scheduler.step()` is called after each optimizer step.
         """
+        check_step_options(clip_norm, scaler, scheduler)
         parts = parts_of(batch, self._split)
         if len(parts) == 1:
             return self._train(batch, None, True, clip_norm, accumulate, scaler, scheduler)
@@ -179,6 +181,7 @@ class Fitted:
         scheduler: Any = None,
     ) -> None:
         """Step the optimizer for batches that are still waiting for one, if any."""
+        check_step_options(clip_norm, scaler, scheduler)
         if self._waiting:
             # Each loss was divided by the whole group's length.
             gradients = [p.grad for p in self.workload.model.parameters() if p.grad is not None]

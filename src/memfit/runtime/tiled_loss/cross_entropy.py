@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
@@ -10,6 +13,8 @@ from memfit.runtime.tiled_loss.function import tiled_sum
 from memfit.runtime.tiled_loss.one_pass import Head, Tiling
 from memfit.runtime.tiled_loss.softmax import softmax_dtype
 from memfit.runtime.tiled_loss.tiles import TILE_BYTES, rows_per_tile
+
+_WHOLE = (torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def tiled_cross_entropy(
@@ -139,6 +144,11 @@ def _check_shapes(
             "there must be one label for each row",
             hint="leave labels and hidden uncut and pass shift=True to predict the next label",
         )
+    if labels.dtype in _WHOLE:
+        raise UsageError(
+            f"labels are {labels.dtype}, not torch.int64, as torch's own loss wants them",
+            hint="give labels.long()",
+        )
     if labels.dtype is not torch.int64:
         raise UsageError(
             f"labels are {labels.dtype}, not torch.int64",
@@ -176,5 +186,20 @@ def _check_choices(
             f"tile={tile} rows and tile_bytes={tile_bytes} are both given",
             hint="leave one of them out",
         )
+    _check_counts(num_items, tile)
     if tile is not None and tile < 1:
         raise UsageError(f"tile is {tile} rows", hint="a tile has one row at least")
+
+
+def _check_counts(num_items: Any, tile: Any) -> None:
+    """Refuse what counts nothing; a tensor is not looked at, which would wait for the device."""
+    counts = isinstance(num_items, (Real, torch.Tensor)) and not isinstance(num_items, bool)
+    if num_items is not None and not counts:
+        raise UsageError(f"num_items is {num_items!r}", hint="it counts labels: a number")
+    if isinstance(num_items, Real) and not float(num_items) > 0:
+        raise UsageError(
+            f"num_items is {num_items}: the losses are divided by it",
+            hint="it counts labels, in all batches of a step: 1 or more",
+        )
+    if tile is not None and (isinstance(tile, bool) or not isinstance(tile, Integral)):
+        raise UsageError(f"tile is {tile!r} rows", hint="it counts rows: a whole number")

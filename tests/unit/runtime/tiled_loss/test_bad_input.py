@@ -23,6 +23,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no reduction": ({"reduction": "none"}, "reduction is 'none'"),
     "two divisors": ({"reduction": "sum", "num_items": 3}, "num_items"),
     "two tiles": ({"tile": 3, "tile_bytes": 3}, "both given"),
+    "no items": ({"num_items": 0}, "num_items is 0"),
+    "fewer than no items": ({"num_items": -3}, "num_items is -3"),
+    "items in words": ({"num_items": "x"}, "num_items is 'x'"),
+    "part of a row": ({"tile": 2.5}, "tile is 2.5 rows"),
+    "short labels": (
+        {"labels": torch.zeros(3, 7, dtype=torch.int32)},
+        "int32, not torch.int64, as",
+    ),
     "no tile": ({"tile": 0}, "tile is 0 rows"),
     "no bytes": ({"tile_bytes": 0}, "tile_bytes is 0"),
 }
