@@ -8,6 +8,9 @@ each got as much as the largest so far are left out, 32 at most, once some steps
 finds too much in use it sets its hooks again, in the middle of the forward, and takes in what the
 graph of this forward saved until then, the longest idle first.
 
+Hooks belong to a thread. A forward in another one than the valve's is warned of where calls of
+modules show it: while the valve dozes, and before it was told of a first saved tensor.
+
 Limits. A valve that dozes does not see what is allocated between calls of modules or in a backward:
 between the memory at which it wakes and the threshold there must be room for that. What was saved
 before it woke can move only if the input of the module that is called depends on it. It wakes
@@ -19,6 +22,7 @@ where someone else has replaced Module.__call__.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -31,6 +35,8 @@ from memfit.runtime.pressure.aside import remove_hooks, set_hooks
 from memfit.runtime.pressure.innards import hooks_are_allowed, hooks_in_force, is_in_backward
 from memfit.runtime.pressure.module_calls import ModuleCalls
 from memfit.runtime.pressure.saved_tensors import SavedTensors
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.002  # between two looks, which take some ten microseconds on CUDA,
 _PATIENCE = 10  # times as long if all memory were free
@@ -49,7 +55,7 @@ class Attention:
         self._hooks: saved_tensors_hooks | None = None
         self._beneath: object = None  # the hooks that were in force before
         self._process = self._thread = 0
-        self._dozes = False
+        self._dozes = self._told = self._warned = False
         self._look_at = self._ask_again_at = 0.0
         self._bytes_left = self._largest = self._seen = 0
 
@@ -71,10 +77,13 @@ class Attention:
                     hint="enter memfit.pressure around the whole loop, which may call torch.func",
                 )
             self._wake()
+            if not self._told:
+                self._saved_tensors.when_told = self._begin_to_trust
+                self._calls.start(self._called_elsewhere)
 
     def end(self) -> None:
         """Look no more."""
-        self._saved_tensors.when_asked = None
+        self._saved_tensors.when_asked = self._saved_tensors.when_told = None
         self._calls.stop()
         if self._hooks is not None:
             remove_hooks(self._hooks)
@@ -100,6 +109,11 @@ class Attention:
             remove_hooks(self._hooks)
             self._hooks, self._dozes = None, True
 
+    def _begin_to_trust(self) -> None:
+        """A first tensor is saved in the valve's thread: that is where forwards run."""
+        self._told, self._saved_tensors.when_told = True, None
+        self._calls.stop()
+
     def _watch(self) -> bool:
         self._look_at = 0.0
         return self._calls.start(self._called)
@@ -120,7 +134,10 @@ class Attention:
         return leave_out, self._look_at
 
     def _look(self, value: object) -> None:
-        if not self._in_forward() or not hooks_are_allowed():
+        if not self._in_forward():
+            self._called_elsewhere(value)
+            return
+        if not hooks_are_allowed():
             return  # with the next call
         if self._hooks is None:
             if hooks_in_force() != self._beneath:
@@ -137,6 +154,25 @@ class Attention:
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             self._calls.stop()
             self._saved_tensors.adopt(value.grad_fn)
+
+    def _called_elsewhere(self, value: object) -> tuple[int, float]:
+        """Warn once where a graph grows in another thread of this process, outside a backward."""
+        if (
+            not self._warned
+            and threading.get_ident() != self._thread
+            and os.getpid() == self._process
+            and isinstance(value, torch.Tensor)
+            and value.grad_fn is not None
+            and not is_in_backward()
+        ):
+            self._warned = True
+            log.warning(
+                "a forward runs in thread %r, and what it saves stays on the device: a valve sees "
+                "only what is saved in the thread that entered it\n"
+                "hint: enter memfit.pressure in the thread that runs the forward",
+                threading.current_thread().name,
+            )
+        return 0, 0.0
 
     def _in_forward(self) -> bool:
         """Whether this is the loop's thread: neither a backward nor a process forked from it.

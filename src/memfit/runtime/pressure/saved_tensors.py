@@ -74,10 +74,11 @@ class SavedTensors:
     after `close`, too, and host memory goes with the last storage that lies there.
 
     `when_asked` is called before the first tensor is packed after one was asked for: a forward
-    begins, or a backward computes something again.
+    begins, or a backward computes something again. `when_told` is called before a tensor is packed.
     """
 
     when_asked: Callable[[], None] | None = None
+    when_told: Callable[[], None] | None = None
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -151,6 +152,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps in the place of a tensor."""
+        if self.when_told is not None:
+            self.when_told()
         if self._asked and self.when_asked is not None:
             self.when_asked()
         if not may_move(tensor):

@@ -119,6 +119,10 @@ def pressure(
     On CUDA, a valve that saw a step use far less than the threshold takes its hooks away: until
     more is in use it looks only when modules are called (`dozes`).
 
+    It sees what is saved in the thread that enters it; backwards may run in any. What forwards in
+    other threads save stays on the device, and a warning says so once where the valve notices it:
+    while it has no hooks, and before a first tensor is saved in its own thread.
+
     What torch.func.grad, vjp, jacrev and hessian save inside themselves stays on the device, for
     they forbid hooks.
 
