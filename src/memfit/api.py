@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit.attempts import hold_whole_step, plan_whole_step
-from memfit.capture.profile import profile_workload
+from memfit.capture.compilable import profile_compilable
 from memfit.errors import InfeasibleError, NumbersWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.holding import Held
@@ -72,7 +72,7 @@ def profile(
         )
     chosen = resolve_executor(executor, workload.device)
     note = prefer_expandable_segments(workload.device)
-    measured = profile_workload(
+    measured = profile_compilable(
         workload,
         segments=segments,
         executor=chosen,

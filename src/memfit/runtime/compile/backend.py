@@ -34,6 +34,7 @@ from torch.fx.graph import _BoxedCodeGen
 from memfit.errors import MemfitError
 from memfit.ir.joint_graph import JointGraph
 from memfit.measure.nodes import measure_nodes
+from memfit.measure.step import is_out_of_memory
 from memfit.runtime.compile import partition
 from memfit.runtime.compile.ahead import Workers, looked_for
 from memfit.runtime.compile.apart import make_apart
@@ -41,6 +42,7 @@ from memfit.runtime.compile.choice import CannotCapture, Choice
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.compile.dynamo_words import (
     cannot_capture,
+    cannot_compile,
     innermost,
     leave_out_our_limits,
 )
@@ -377,7 +379,7 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             misses, begun = _cache_misses(), time.perf_counter()
             settings = _APART_SETTINGS if backward and compilation.made_apart else {}
             with wait_before_reading_back(), inductor_config.patch(settings):
-                compiled = compile_fx_inner(half, inputs, **options)
+                compiled = _code(half, inputs, compilation.kind, options)
             compilation.code_s += time.perf_counter() - begun
             if work in segments.made_ahead:
                 looked_for(compilation.kind, found=_cache_misses() == misses)
@@ -402,6 +404,19 @@ def _with_inductor(module: fx.GraphModule, inputs: list[Any], compilation: _Comp
             )
     finally:
         partitioner.forget()
+
+
+def _code(
+    half: fx.GraphModule, inputs: Sequence[Any], kind: str, options: Mapping[str, Any]
+) -> Any:
+    """Inductor's code; CannotCompile where it makes none: there is no compiler, say."""
+    try:
+        return compile_fx_inner(half, inputs, **options)
+    except Exception as error:
+        inner = innermost(error)
+        if isinstance(inner, MemfitError) or is_out_of_memory(inner):
+            raise
+        raise cannot_compile(kind, inner) from error
 
 
 def _cache_misses() -> int:

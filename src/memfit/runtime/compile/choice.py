@@ -15,6 +15,19 @@ class CannotCapture(MemfitError):
         self.reason = reason
 
 
+class CannotCompile(CannotCapture):
+    """A segment that was traced as one graph, and no code can be made for it on this machine."""
+
+    exit_code = 3
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.hint = (
+            "install what makes the code (a C++ compiler for a CPU, Triton for a GPU that it "
+            "knows), or run the operators one by one: --executor graph (executor='graph')"
+        )
+
+
 class OtherGraph(PlanFileError):
     """A segment that runs other operators than those it was planned for."""
 
@@ -23,8 +36,10 @@ class OtherShape(MemfitError):
     """A shape for which a segment runs other operators: torch copies less when a size is 1."""
 
 
-def no_graph(reason: CannotCapture) -> OtherGraph:
-    """The error of a segment that was planned as a graph and is none now."""
+def no_graph(reason: CannotCapture) -> MemfitError:
+    """The error of a segment that was planned as a graph and is none now, or has no code."""
+    if isinstance(reason, CannotCompile):
+        return reason
     return OtherGraph(
         f"the plan runs a segment as one graph, which cannot be had: {reason}",
         hint="the model or its inputs changed: make a new plan",

@@ -8,7 +8,7 @@ import textwrap
 
 from torch._dynamo import exc as dynamo_errors
 
-from memfit.runtime.compile.choice import CannotCapture
+from memfit.runtime.compile.choice import CannotCapture, CannotCompile
 
 _TEXT_CHARACTERS = 160
 _OWN_CODE = os.path.dirname(__file__)  # which calls the segments
@@ -31,6 +31,12 @@ def cannot_capture(kind: str, error: BaseException, inner: BaseException) -> Can
     """Dynamo's error in one line, with the line of the user's code it points to."""
     text = textwrap.shorten(_text(inner), _TEXT_CHARACTERS, placeholder=" ...")
     return CannotCapture(f"{kind}: {text}{_place(inner) or _place(error)}")
+
+
+def cannot_compile(kind: str, error: BaseException) -> CannotCompile:
+    """What kept inductor from making code, in one line."""
+    text = textwrap.shorten(_text(error), _TEXT_CHARACTERS, placeholder=" ...")
+    return CannotCompile(f"no code can be made for {kind}: {text}")
 
 
 def _text(error: BaseException) -> str:
