@@ -36,7 +36,7 @@ class SwapStatistics:
 
     `moves` are pieces of memory copied out, `retrievals` those of them copied back, `late` those
     whose copy back began only when they were asked for, `stayed` those that were asked for before
-    they were let go.
+    they were let go, and pieces that were not moved because host memory had no room for them.
     """
 
     steps: int

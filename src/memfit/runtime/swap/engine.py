@@ -6,6 +6,8 @@ leave when autograd saves it; the points at which it is let go and fetched again
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,17 +18,26 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from memfit.errors import UsageError
+from memfit.errors import HostMemoryError, UsageError
 from memfit.ir.swap import SwapStatistics
 from memfit.runtime.calls import Engine, Forward
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import Lanes
-from memfit.runtime.swap.moved import Handle, Kept
+from memfit.runtime.swap.moved import Counter, Handle, Kept, Moved
 from memfit.runtime.swap.mover import Mover
 from memfit.runtime.swap.schedule import Step
 from memfit.runtime.swap.storages import StorageSet, has_storage, may_move
+from memfit.units import format_bytes
 
+log = logging.getLogger(__name__)
+
+_LONGEST_PAUSE = 63  # steps
+_OLDER_GRAPH = (
+    "the graph of an older step is still alive (its loss or outputs, a kept exception); let go of "
+    "it before the next forward"
+)
+_MORE_SAVED = "the step saves more than was planned for (a larger batch?); plan for its batch"
 Packed = Handle | Kept
 
 
@@ -49,6 +60,12 @@ class Swap:
     """Runs calls through another engine and moves what they save.
 
     `static` are tensors or storages that never move. The arena stays its maker's to close.
+
+    What the arena has no room for stays on the device. Memory lives as long as the graph that
+    saved it, in later steps and when swapping is off, too. It is given up sooner in three cases
+    only: an exception left the model's forward; a backward that had come to the step's memory
+    failed, and another step begins; an exception left a block of `owned`. To ask for it then is a
+    UsageError.
     """
 
     def __init__(
@@ -76,8 +93,12 @@ class Swap:
         self._bare = False  # whether the step began with a call, not with the model
         self._called = False  # whether a call has come since the step began
         self._outside: Any = None  # hooks that were there before the step
+        self._checkpointed = False  # whether those are of a checkpoint around all of it
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
-        self._steps = 0
+        self._begun = 0  # steps; the counts of the statistics begin anew
+        self._collects_from = self._pause = 0
+        self._steps = self._no_room = 0
+        self._said: set[str] = set()  # warnings
 
     @property
     def replaying(self) -> bool:
@@ -90,23 +111,29 @@ class Swap:
         self._given.update(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def begin(self) -> None:
-        """Start a step. What a forward or a backward that failed left behind is given up."""
+        """Start a step. What a backward that failed has left is given up.
+
+        Within the handling of an exception that ended a forward, so is what that has left.
+        """
         here = threading.get_ident()
         if self._under_way and self._thread != here:
             raise _two_threads()
         self._inner.begin()
         self._close_hooks()
         assert not self._hooks, "hooks for saved tensors were left open inside a forward"
-        self._give_up_failed()
+        self._put_aside()
         self._step = Step()
+        self._begun += 1
+        self._mover.arena.collects = self._begun >= self._collects_from
         self._thread, self._running, self._called, self._bare = here, None, False, False
         self._outside = _top_hooks()
+        self._checkpointed = _is_checkpoint(self._outside)
 
     def end(self) -> None:
         """The model's forward is over: all memory that is to go, goes."""
         self._release(self._num_calls)
         self._step.complete = True
-        self._steps += torch.is_grad_enabled()
+        self._steps += torch.is_grad_enabled() and not _in_backward()
         self._thread = None
         self._inner.end()
         self._prefetch(self._step, self._num_calls)
@@ -135,7 +162,7 @@ class Swap:
             moves=mover.moves,
             retrievals=mover.retrievals,
             late=mover.late,
-            stayed=mover.stayed,
+            stayed=mover.stayed + self._no_room,
             out=out,
             back=back,
             host_bytes=mover.arena.capacity_bytes,
@@ -150,14 +177,27 @@ class Swap:
     def reset_statistics(self) -> None:
         """Count from zero again."""
         self._mover.reset()
-        self._steps = 0
+        self._steps = self._no_room = 0
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Within it every step is the caller's: an exception gives up those that began here."""
+        before = (*self._older, self._step)
+        try:
+            yield
+        except BaseException:
+            self._thread = None
+            for step in (*self._older, self._step):
+                if step not in before:
+                    self._mover.drop(step.living())
+            raise
 
     def close(self) -> None:
-        """Give everything up and wait for the copies; harmless when done twice."""
+        """Wait for the copies; harmless when done twice. Graphs that are alive keep their memory,
+        but for those of a backward that failed."""
         self._thread = None
-        for step in (*self._older, self._step):
-            self._mover.drop(step.living())
-        self._older, self._step = [], Step()
+        self._put_aside()
+        self._step = Step()
         self._mover.synchronize()
 
     @property
@@ -167,18 +207,19 @@ class Swap:
             return False
         return self._running is not None or not self._bare
 
-    def _give_up_failed(self) -> None:
-        """Drop what no backward will ask for, although someone may hold its graph.
+    def _put_aside(self) -> None:
+        """Have the step make room for another one: what failed is dropped, what is alive stays.
 
-        A backward that began and did not come to its end has failed. So has one that asked for
-        some tensors and not for others: with `retain_graph=True` it would have asked for all. One
-        that failed in the loss, before it came to the calls, cannot be told from one to come.
+        A backward that failed in the loss, before it came to the calls, cannot be told from one to
+        come, nor can one of a part of the parameters from the first of several.
         """
         if not self._step.complete:
-            self._mover.drop(self._step.living())
+            if sys.exc_info()[1] is not None:
+                self._mover.drop(self._step.living())
+            self._release(self._num_calls)
         self._older = [step for step in (*self._older, self._step) if step.living()]
         for step in self._older:
-            if step.begun or step.failed:
+            if step.failed:
                 self._mover.drop([moved for moved in step.living() if not moved.here])
         self._mover.settle()
 
@@ -201,7 +242,13 @@ class Swap:
     def _run(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         moves = self._moves.get(index)
         # Hooks that came up within the step (a checkpoint, a run of the inner engine) own what
-        # is saved under them.
+        # is saved under them. A checkpoint around the step repeats it without hooks of ours.
+        if moves is not None and self._checkpointed:
+            self._say(
+                "nothing is moved to the host in a step within torch.utils.checkpoint: what that "
+                "recomputes is not kept. Take it away, or let the plan recompute, too"
+            )
+            moves = None
         if moves is None or _top_hooks() != self._outside:
             try:
                 return self._inner(index, forward, args, kwargs)
@@ -248,13 +295,56 @@ class Swap:
         storage = tensor.untyped_storage()
         if storage in self._given or (moves.names is not None and storage not in named):
             return Kept(tensor)
-        known = self._step.find(tensor)
+        known = self._step.find(tensor) or self._move(tensor, moves.release)
         if known is None:
-            moved = self._mover.move(tensor, self._step)
-            self._step.add(moved, moves.release)
-            known = moved, moved.counters[0]
+            return Kept(tensor)
         self._step.wanted(known[0], moves.prefetch)
         return Handle(*known, tensor)
+
+    def _move(self, tensor: torch.Tensor, release: int) -> tuple[Moved, Counter] | None:
+        """Start to move a tensor's memory; None where it stays, for want of host memory."""
+        step, storage = self._step, tensor.untyped_storage()
+        if storage in step.stays:
+            return None
+        size = storage.nbytes()
+        if size < step.refused_bytes:
+            try:
+                moved = self._mover.move(tensor, step)
+            except HostMemoryError:
+                step.refused_bytes = size
+                self._pause_collecting()
+                self._say_full(size)
+            else:
+                step.add(moved, release)
+                return moved, moved.counters[0]
+        step.stays.add(storage)
+        self._no_room += 1
+        return None
+
+    def _pause_collecting(self) -> None:
+        """Look for no garbage in this step and in some more, more of them each time.
+
+        That takes longer than a small step, and where graphs are kept it would be in every step.
+        """
+        if self._mover.arena.collects:
+            self._mover.arena.collects = False
+            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            self._collects_from = self._begun + 1 + self._pause
+
+    def _say_full(self, size: int) -> None:
+        why = _OLDER_GRAPH if any(step.living() for step in self._older) else _MORE_SAVED
+        self._say(
+            f"host memory for swapping is full ({format_bytes(self._mover.arena.capacity_bytes)}): "
+            f"{format_bytes(size)} and perhaps more stay on the device, and the step takes more "
+            f"there than was planned. {why[0].upper()}{why[1:]}",
+            why,
+        )
+
+    def _say(self, warning: str, kind: str | None = None) -> None:
+        """Warn, once of a kind."""
+        if (kind or warning) not in self._said:
+            self._said.add(kind or warning)
+            log.warning("%s", warning)
 
     def _note_returned(self, output: Any, named: StorageSet) -> None:
         """Find out which results of a compiled call lie in memory that it has named."""
@@ -276,7 +366,6 @@ class Swap:
 
     def _prefetch(self, step: Step, index: int, gradients: Any = None) -> None:
         if gradients is not None:
-            step.begun = step.begun or index in self._points
             step.walked()
         due = step.due_prefetches(index)
         if due:
@@ -290,6 +379,11 @@ def _unpack(packed: Packed) -> torch.Tensor:
 def _top_hooks() -> Any:
     """The hooks for saved tensors that are on top, as (pack, unpack), or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _is_checkpoint(hooks: Any) -> bool:
+    """Whether hooks are those of torch's checkpoint, which count what is saved and keep nothing."""
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _in_backward() -> bool:

@@ -64,7 +64,7 @@ class Moved:
 
     def __init__(self, mover: Mover, tensor: torch.Tensor, step: Any) -> None:
         self.mover = mover
-        self.step = step  # its `begun` is set when a tensor is asked for
+        self.step = step  # is told of backwards that ask for a tensor
         self.counters = [Counter(tensor)]
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.size = self.storage.nbytes()
@@ -128,7 +128,7 @@ class Handle:
         """The saved tensor again."""
         moved, counter = self.moved, self.counter
         check_version(counter.version, counter.alias._version, self.geometry)
-        moved.step.begun = True
+        moved.step.walked()
         return self.geometry.in_(moved.mover.fetch(moved))
 
 

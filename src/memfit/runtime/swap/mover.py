@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit.errors import UsageError
 from memfit.ir.swap import Traffic
 from memfit.runtime.swap.arena import Arena
 from memfit.runtime.swap.lanes import Copy, Lanes
@@ -77,9 +78,10 @@ class Mover:
         """The memory of `moved` on the device, filled as far as the computation can see."""
         with self._alone():
             if moved.lost:
-                raise RuntimeError(
-                    "a saved tensor that was swapped to the host is gone: its step was given up "
-                    "when a new one began, or swapping was switched off"
+                raise UsageError(
+                    "a saved tensor that was swapped to the host is gone: its step was given up, "
+                    "because its forward or an earlier backward of it failed",
+                    hint="run the forward again, and the backward of what that returns",
                 )
             if moved.leaving:
                 self.stayed += not moved.stayed

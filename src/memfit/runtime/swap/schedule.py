@@ -12,8 +12,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.runtime.swap.moved import Counter, Moved
+from memfit.runtime.swap.storages import StorageSet
 
+_NO_BACKWARD = -1
 _Points = dict[int, list["weakref.ref[Moved]"]]
+
+
+class _Walk:
+    """A backward. Only torch holds it, until that backward is over, whatever its end."""
+
+    __slots__ = ("__weakref__", "task")
+
+    def __init__(self, task: int) -> None:
+        self.task = task
 
 
 class Step:
@@ -21,8 +32,10 @@ class Step:
 
     def __init__(self) -> None:
         self.complete = False  # the model's forward came to its end
-        self.begun = False  # the backward asked for something
-        self._walk: int | None = None  # the latest backward, until it comes to its end
+        self.stays = StorageSet()  # what there was no room for
+        self.refused_bytes = float("inf")  # the smallest of that
+        self._walk: weakref.ref[_Walk] | None = None  # the latest, until it comes to its end
+        self._task: int | None = None  # that walk's
         self._lock = threading.Lock()
         self._releases: _Points = {}
         self._prefetches: _Points = {}
@@ -32,19 +45,21 @@ class Step:
     @property
     def failed(self) -> bool:
         """Whether the latest backward is over and did not come to its end."""
-        return self._walk not in (None, torch._C._current_graph_task_id())
+        return self._walk is not None and self._walk() is None
 
     def walked(self) -> None:
-        """Take note, within a backward, that it came here."""
+        """Take note that a backward came here, if one is under way."""
         task = torch._C._current_graph_task_id()
-        if task != self._walk:
-            self._walk = task
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(partial(self._ended, task))  # none is called where it fails
+        if task in (self._task, _NO_BACKWARD):
+            return
+        walk = _Walk(task)
+        self._task, self._walk = task, weakref.ref(walk)
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(partial(self._ended, walk))  # not called where it fails
 
-    def _ended(self, task: int) -> None:
-        if task == self._walk:
-            self._walk = None
+    def _ended(self, walk: _Walk) -> None:
+        if walk.task == self._task:
+            self._task = self._walk = None
 
     def find(self, tensor: torch.Tensor) -> tuple[Moved, Counter] | None:
         """What moved already for another tensor over the same storage, and their counter."""

@@ -93,6 +93,39 @@ def test_the_plans_of_one_model_share_host_memory(zoo: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
+def test_a_backward_after_the_plan_was_taken_off_found_nothing(
+    zoo: SimpleNamespace, executor: str, assert_same: Any
+) -> None:
+    plan, workload, plain = _plan(zoo, executor), _workload(zoo), _workload(zoo)
+    torch.manual_seed(3)
+    plain.compute_loss().backward()
+    with Applied(plan, workload.model) as applied:
+        torch.manual_seed(3)
+        loss = workload.compute_loss()
+    loss.backward()
+    assert_same(_gradients(workload), _gradients(plain))
+    assert applied._arena is not None and applied._arena.used_bytes == 0
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_a_plan_ended_the_step_where_an_older_loss_was_kept(
+    zoo: SimpleNamespace, executor: str, assert_same: Any
+) -> None:
+    plan, workload, plain = _plan(zoo, executor), _workload(zoo), _workload(zoo)
+    for each in (plain, workload):
+        with ExitStack() as stack:
+            if each is workload:
+                applied = stack.enter_context(Applied(plan, each.model))
+            torch.manual_seed(3)
+            losses = [each.compute_loss() for _ in range(2)]
+            torch.stack(losses).sum().backward()
+    assert_same(_gradients(workload), _gradients(plain))
+    assert applied.swap is not None
+    done = applied.swap.statistics()
+    assert done.stayed > 0 and done.host_bytes < 1.05 * plan.host_bytes
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
 def test_the_host_budget_holds_all_that_is_taken(zoo: SimpleNamespace, executor: str) -> None:
     plan, workload = _plan(zoo, executor), _workload(zoo)
     with Applied(plan, workload.model) as applied:

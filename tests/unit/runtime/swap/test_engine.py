@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from memfit.errors import HostMemoryError, UsageError
+from memfit.errors import UsageError
 from memfit.ir.swap import Traffic
 from memfit.runtime.recompute import Recompute
 from memfit.runtime.swap.arena import Arena
@@ -274,8 +274,9 @@ def test_a_failed_backward_cannot_be_walked_again_after_the_next_step_began(
 
         loss = failed_step()
         workload.compute_loss().backward()
-        with pytest.raises(RuntimeError, match="its step was given up"):
+        with pytest.raises(UsageError, match="its step was given up") as error:
             loss.backward()
+        assert error.value.hint
 
 
 class _Fragile(torch.autograd.Function):
@@ -337,31 +338,6 @@ def test_a_backward_of_a_part_leaves_the_rest_for_a_later_one(
     with swapping.swapped(workload.model, STACK, lanes, moves=moves) as at_work:
         assert_same(gradients(workload), expected)
         assert at_work.engine.statistics().moves > 0
-
-
-def test_an_arena_that_is_too_small_says_so_and_the_plain_step_goes_on(
-    zoo: SimpleNamespace, swapping: SimpleNamespace, lanes: Lanes
-) -> None:
-    workload = zoo.workload(zoo.Stack)
-    with swapping.swapped(workload.model, STACK, lanes, arena_bytes=4096) as at_work:
-        with pytest.raises(HostMemoryError, match="4\\.00 KiB"):
-            workload.compute_loss()
-        assert at_work.arena.used_bytes == 0
-    workload.compute_loss().backward()
-
-
-def test_two_graphs_that_need_more_than_there_is_are_refused_not_spoiled(
-    zoo: SimpleNamespace, swapping: SimpleNamespace, lanes: Lanes
-) -> None:
-    workload = zoo.workload(zoo.Stack)
-    with swapping.swapped(workload.model, STACK, lanes) as at_work:
-        workload.compute_loss()
-        room = at_work.arena.highest_bytes
-    with swapping.swapped(workload.model, STACK, lanes, arena_bytes=room):
-        loss = workload.compute_loss()
-        with pytest.raises(HostMemoryError):
-            workload.compute_loss()
-        loss.backward()
 
 
 def test_a_call_from_another_thread_is_refused(swapping: SimpleNamespace) -> None:
@@ -437,17 +413,6 @@ def test_no_gradients_nothing_moves(zoo: SimpleNamespace, swapping: SimpleNamesp
             workload.model.eval()
             workload.compute_loss()
         assert at_work.engine.statistics().moves == 0
-
-
-def test_closing_gives_everything_up(zoo: SimpleNamespace, swapping: SimpleNamespace) -> None:
-    workload = zoo.workload(zoo.Stack)
-    with swapping.swapped(workload.model, STACK, swapping.LazyLanes()) as at_work:
-        loss = workload.compute_loss()
-        at_work.engine.close()
-        at_work.engine.close()
-        assert at_work.arena.used_bytes == 0
-        with pytest.raises(RuntimeError, match="switched off"):
-            loss.backward()
 
 
 def test_300_steps_leave_nothing_behind(zoo: SimpleNamespace, swapping: SimpleNamespace) -> None:
