@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,9 @@ class Fitted:
         every n-th call, on the mean over the n batches; `flush()` steps for a last, shorter group,
         on the mean over its own.
         `scheduler.step()` is called after each optimizer step.
+
+        After an exception nothing of the step is left, neither saved tensors in host memory nor,
+        where no earlier batch waits for the optimizer, gradients.
         """
         check_step_options(clip_norm, scaler, scheduler)
         parts = parts_of(batch, self._split)
@@ -131,6 +135,20 @@ class Fitted:
                 hint="fit again, or train the model with your own loop",
             )
         self._prepare(batch)
+        with self._leaving_nothing():
+            return self._run(batch, share, last, clip_norm, accumulate, scaler, scheduler)
+
+    def _run(
+        self,
+        batch: Any,
+        share: float | None,
+        last: bool,
+        clip_norm: float | None,
+        accumulate: int,
+        scaler: torch.amp.GradScaler | None,
+        scheduler: Any,
+    ) -> torch.Tensor:
+        """Run forward and backward, and the optimizer where it is its turn."""
         scaler = scaler or self.workload.scaler
         self._group = accumulate
         steps = last and self._waiting + 1 >= accumulate
@@ -166,6 +184,21 @@ class Fitted:
         else:
             self._optimize(clip_norm, scaler, scheduler)
         return loss.detach()
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Free what a step has made so far when an exception ends it.
+
+        But gradients stay where those of earlier batches are in them.
+        """
+        swap, keeps = self.applied.swap, bool(self._waiting)
+        try:
+            with nullcontext() if swap is None else swap.owned():
+                yield
+        except BaseException:
+            if not keeps:
+                drop_gradients(self.workload)
+            raise
 
     @property
     def _in_backward(self) -> StepInBackward | None:
