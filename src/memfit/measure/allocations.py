@@ -167,7 +167,9 @@ class _CudaRecorder:
             snapshot = torch.cuda.memory._snapshot()
         finally:
             history(enabled=None)
-        index = self.device.index or 0
+        index = self.device.index
+        if index is None:
+            index = torch.cuda.current_device()
         events += self._read(snapshot["device_traces"][index])
 
     def _read(self, trace: list[dict[str, Any]]) -> list[Event]:

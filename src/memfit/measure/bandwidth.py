@@ -92,8 +92,9 @@ def copy_rates(device: torch.device) -> CopyRates | None:
         return _host_rates()
     if device.type != "cuda":
         return None
+    index = torch.cuda.current_device() if device.index is None else device.index
     try:
-        return _device_rates(torch.device("cuda", device.index or torch.cuda.current_device()))
+        return _device_rates(torch.device("cuda", index))
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

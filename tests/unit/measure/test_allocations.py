@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from memfit.measure.allocations import Event, mark, peak_above_start, record
+from memfit.measure.allocations import Event, _CudaRecorder, mark, peak_above_start, record
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -90,3 +90,17 @@ def test_recordings_do_not_nest_and_survive_exceptions() -> None:
         record(fail, CPU)
     assert gc.isenabled() == collecting
     assert record(lambda: torch.empty(10), CPU)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_device_without_a_number_is_the_current_one(
+    device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocations of device 0 were read."""
+    traces = [[{"action": "alloc", "addr": n, "size": 1000 + n}] for n in (0, 1)]
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": traces})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with _CudaRecorder(torch.device(device)).recorded() as events:
+        pass
+    assert [event.address for event in events] == [expected]

@@ -93,7 +93,7 @@ class _Chunk:
 
     def close(self) -> None:
         if self.pinned:
-            torch.cuda.synchronize()  # no copy may be under way
+            _wait_for_copies()
             _unpin(self.address)
 
 
@@ -275,8 +275,20 @@ def _pin(address: int, size: int) -> None:
         )
 
 
+def _wait_for_copies() -> None:
+    """Wait for all devices that may copy: the current one, and others that hold tensors."""
+    torch.cuda.synchronize()
+    here = torch.cuda.current_device()
+    for index in range(torch.cuda.device_count()):
+        if index != here and torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)
+
+
 def _clear_last_error() -> None:
-    """Take up the error that CUDA keeps until the next launch, which would be blamed for it."""
+    """Take up the error that CUDA keeps until the next launch, which would be blamed for it.
+
+    It keeps one for each thread, whatever the device.
+    """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
 

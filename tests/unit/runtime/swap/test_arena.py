@@ -157,13 +157,27 @@ def test_pinned_memory_is_unpinned_once(monkeypatch: pytest.MonkeyPatch) -> None
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(arena_module, "_wait_for_copies", lambda: None)
     arena = Arena(GRAIN, pinned=True)
     arena.close()
     arena.close()
     del arena
     assert [name for name, _ in calls] == ["pin", "unpin"]
     assert calls[0][1] == calls[1][1]
+
+
+def test_memory_was_unpinned_while_another_device_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the current device was waited for."""
+    waited: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", [2**20, 2**20, 0, 2**20].__getitem__)
+    arena = Arena(GRAIN, pinned=False)
+    arena._chunks[0].pinned = True
+    monkeypatch.setattr(arena_module, "_unpin", lambda address: waited.append(-1))
+    arena.close()
+    assert waited == [None, 0, 3, -1], "nobody waits for device 2, which would get a context"
 
 
 def test_closing_lets_go_of_the_memory() -> None:
