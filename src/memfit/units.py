@@ -28,6 +28,8 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int):
         return text
     match = _BYTES.fullmatch(text)
+    if match is None and _BYTES.fullmatch(text.strip().removeprefix("-")):
+        raise UsageError(f"{text!r} is below 0", hint=_HINT)
     if match is None:
         raise UsageError(f"{text!r} is not a number of bytes", hint=_HINT)
     number, unit = match.groups()

@@ -50,6 +50,12 @@ def test_a_negative_number_is_passed_on_for_others_to_refuse() -> None:
     assert parse_bytes(-3) == -3
 
 
+@pytest.mark.parametrize("text", ["-5", " -1.5GiB "])
+def test_a_negative_size_in_words_was_called_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(UsageError, match=f"'{text}' is below 0\nhint: "):
+        parse_bytes(text)
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [

@@ -697,7 +697,7 @@ def test_room_is_left_for_the_largest_tensors() -> None:
         ({"capacity": "much"}, "not a number of bytes"),
         ({"capacity": 0}, "capacity is 0"),
         ({"host_budget": -1}, "host_budget is -1"),
-        ({"min_tensor_bytes": 0}, "min_tensor_bytes is 0"),
+        ({"min_tensor_bytes": -1}, "min_tensor_bytes is -1, below 0"),
         ({"device": "mps"}, "devices of type 'mps'"),
         ({"device": "gpu"}, "'gpu' names no device"),
         ({"capacity": None}, "on a cpu device"),
@@ -709,6 +709,18 @@ def test_bad_input_is_refused_with_a_hint(options: dict[str, Any], message: str)
     with pytest.raises(UsageError, match=message) as caught:
         memfit.pressure(**(good | options))
     assert caught.value.hint
+
+
+def test_tensors_of_any_size_were_refused_as_a_limit() -> None:
+    """A plan's default, and the hint was 1 GiB."""
+    weight = torch.ones((), requires_grad=True)
+    with valve(min_tensor_bytes=0) as forced:
+        empty = (weight * torch.ones(0)).sum()  # is no reason to stop either
+        total = weight * 1
+        for number in range(8):
+            total = (total + number).sin()
+        (total + empty).backward()
+    assert forced.statistics.swaps > 2
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

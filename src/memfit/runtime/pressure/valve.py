@@ -108,7 +108,8 @@ def pressure(
 
     While more than `threshold` of the `capacity` is allocated, the tensors saved for the backward
     that are idle longest move to host memory (at most `host_budget`), until `release_at` of the
-    capacity is in use (threshold less 0.1). 0 moves everything that can.
+    capacity is in use (threshold less 0.1). 0 moves everything that can. Tensors below
+    `min_tensor_bytes` stay.
 
     What host memory has no room for stays on the device: training goes on, a warning says so once
     and `refusals` counts it.
@@ -138,7 +139,7 @@ def pressure(
         release_at=float(release_at),
         capacity=None if capacity is None else _positive("capacity", capacity),
         host_budget=None if host_budget is None else _positive("host_budget", host_budget),
-        min_tensor_bytes=_positive("min_tensor_bytes", min_tensor_bytes),
+        min_tensor_bytes=max(1, _not_negative("min_tensor_bytes", min_tensor_bytes)),
         device=None if device is None else _device(device),
     )
     on_cpu = settings.device.type == "cpu" if settings.device else not torch.cuda.is_available()
@@ -161,6 +162,16 @@ def _positive(name: str, value: int | str) -> int:
     if size <= 0:
         raise UsageError(
             f"{name} is {value!r}, which is not above zero", hint=f'{name}="1GiB" for example'
+        )
+    return size
+
+
+def _not_negative(name: str, value: int | str) -> int:
+    size = parse_bytes(value)
+    if size < 0:
+        raise UsageError(
+            f"{name} is {value!r}, below 0",
+            hint=f"{name}=0 moves tensors of any size, the usual 1 MiB leaves out what is small",
         )
     return size
 
