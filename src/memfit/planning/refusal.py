@@ -11,6 +11,7 @@ from memfit.ir.profile import LARGE_PAGE, Profile
 from memfit.ir.replay import LiveTensor
 from memfit.ir.step_graph import LOSS, STATIC_CATEGORIES
 from memfit.planning.acts import Act
+from memfit.planning.mutwo.strategy import why_idle
 from memfit.planning.naming import INSIDE, NOT_KNOWN
 from memfit.planning.replay import live_at
 from memfit.planning.simulate import Simulator
@@ -74,13 +75,23 @@ def strategy_fails(
 ) -> InfeasibleError:
     """A simple strategy that misses a budget which `optimal` would meet."""
     what = "nothing" if reached is None else format_bytes(simulator.peak_bytes(reached))
+    idle = why_idle(simulator) if strategy == "mutwo" else None
+    finer = "" if idle is None else _finer(simulator.profile)
     return InfeasibleError(
         f"strategy {strategy!r} does not meet the budget of {format_bytes(budget)}: "
-        f"it reaches {what}",
+        f"it reaches {what}" + ("" if idle is None else f". {idle}"),
         budget_bytes=budget,
         minimum_bytes=minimum,
-        hint=f"strategy 'optimal' goes down to {format_bytes(minimum)}",
+        hint=(f"give {finer}; " if finer else "")
+        + f"strategy 'optimal' goes down to {format_bytes(minimum)}",
     )
+
+
+def _finer(profile: Profile) -> str:
+    """The option that lets plans decide inside segments; "" where they do."""
+    if profile.executor != "module":
+        return ""
+    return f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}"
 
 
 def remedies(simulator: Simulator, acts: Sequence[Act], allowed: Sequence[str]) -> list[str]:
@@ -124,9 +135,7 @@ def nothing_fits(
     """
     more = ",".join(f"+{name}" for name in remedies(simulator, leanest, allowed))
     profile = simulator.profile
-    finer = ""
-    if profile.executor == "module":  # whole segments: inside of them there is more to decide
-        finer = f"--executor {'inductor' if profile.device.type == 'cuda' else 'graph'}, "
+    finer = _finer(profile)  # inside of whole segments there is more to decide
     parts = incompressible_bytes(simulator, leanest)
     idle = _held_before(profile, minimum)
     blocking = "; ".join(blocking_tensors(simulator, leanest))
@@ -146,7 +155,7 @@ def nothing_fits(
         hint=("" if host_bytes is None else f"give --host-budget {host_bytes}, or ")
         + f"try --budget {round(minimum * 1.02)}, "
         + (f"--allow {more}, " if more else "")
-        + finer
+        + (f"{finer}, " if finer else "")
         + ("a process that ran nothing before, " if idle else "")
         + smaller,
     )

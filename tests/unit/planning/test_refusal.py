@@ -65,6 +65,30 @@ def test_whole_segments_could_be_planned_inside() -> None:
     assert "--executor" not in _hint(replace(profile, executor="graph"))
 
 
+@pytest.mark.parametrize("budget", [None, "80%", "the smallest"])
+def test_mutwo_decided_nothing_about_whole_segments_and_did_not_say_why(
+    budget: str | None,
+) -> None:
+    """Without a budget all was kept; with one, only 'optimal' was named as a way out."""
+    profile = _profile(rows=8, vocab=100)
+    techniques = ("recompute", "offload")
+    plain = make_plan(profile, Goal(strategy="none"))
+    if budget is None:
+        plan = make_plan(profile, Goal(strategy="mutwo", techniques=techniques))
+        assert all(s.decision == "keep" for s in plan.segments)
+        (note,) = [note for note in plan.notes if "mutwo" in note]
+        assert "inside captured segments, and this profile has none" in note
+        return
+    share = 0.8 * plain.baseline_peak_bytes
+    least = make_plan(profile, Goal(techniques=techniques)).minimum_feasible_bytes
+    goal = Goal(int(max(share, least)) if budget == "80%" else least, techniques=techniques)
+    with pytest.raises(InfeasibleError, match="inside captured segments") as refusal:
+        make_plan(profile, replace(goal, strategy="mutwo"))
+    assert "--executor graph" in (refusal.value.hint or "")
+    assert "strategy 'optimal'" in (refusal.value.hint or "")
+    assert not any("mutwo" in note for note in make_plan(profile, goal).notes)
+
+
 def test_fused_code_is_not_named_by_its_key() -> None:
     """Allocations inside of it have the key of the code for a name, as the profiler tells them."""
     profile = _profile(rows=4, vocab=100)

@@ -26,8 +26,14 @@ from memfit.planning.simulate import Simulator
 def choose_mutwo(simulator: Simulator, request: Request) -> Choice | None:
     """Swap or recompute one tensor after the other until the budget is met (mu-TWO).
 
-    Where it cannot be met, all that can be is swapped or recomputed.
+    Where it cannot be met, all that can be is swapped or recomputed. Without captured segments
+    nothing can be: a choice that nobody set a budget for says so.
     """
+    idle = why_idle(simulator)
+    if idle is not None:
+        kept = f"{idle}: everything is kept; another --executor may capture them"
+        note = kept if request.budget is None else None
+        return Choice((), note=note)
     segments = segments_of(simulator)
     gathered = gather(simulator, segments)
     # Menus keep what they are offered: what is only tried goes to a simulator of its own.
@@ -42,6 +48,15 @@ def choose_mutwo(simulator: Simulator, request: Request) -> Choice | None:
     taken = [d for d in decisions if d.choice != RETAINED]
     acts = _Trial(simulator, gathered, segments).acts(taken, request)
     return Choice(_with_less_waiting(simulator, acts, request.budget))
+
+
+def why_idle(simulator: Simulator) -> str | None:
+    """Why the algorithm has nothing to decide about in this step; None where it has."""
+    if any(call.graph >= 0 and call.need >= 0 for call in simulator.graph.calls):
+        return None
+    by_module = simulator.profile.executor == "module"
+    why = ", as executor 'module' runs them whole" if by_module else ""
+    return f"'mutwo' decides inside captured segments, and this profile has none{why}"
 
 
 def _with_less_waiting(
