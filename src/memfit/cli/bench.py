@@ -392,7 +392,7 @@ def _show(
     left: list[str],
 ) -> None:
     from memfit.bench.order import UNKNOWN_CELL_S
-    from memfit.bench.report.tables import sections
+    from memfit.bench.report.tables import conclusion, sections
     from memfit.bench.verdict import judge, verdict_lines
     from memfit.ir.codec import to_data
     from memfit.report.terminal import columns
@@ -422,7 +422,7 @@ def _show(
             session.show(shown)
         for line in section.lines:
             session.line(line)
-    for line in said:
+    for line in [*conclusion(report), *said]:
         session.line(line)
     session.line(f"written: {', '.join(str(path) for path in files)}")
     if left:

@@ -190,6 +190,25 @@ def test_the_page_shows_odd_names_as_text_and_asks_no_network(cell, report):
     assert links == [] and "url(http" not in text and "@import" not in text
 
 
+def test_the_page_begins_with_verdicts_that_lead_to_their_sections(cell, report):
+    """The conclusion was the last line of a page of 30,600 pixels without a list of contents."""
+    made = report(
+        *(cell(name, 100, 1.0, workload=w) for w in ("a@4", ODD) for name in ("eager", "compile")),
+        cell("memfit:60%", 60, 1.2, workload="a@4"),
+    )
+    made = replace(made, commands=("memfit bench",))
+    text = page(made, {})
+    assert text.index("1 workload: memfit is faster at 0 of 1 points") < text.index("<ul")
+    assert '<a href="#s1">a@4</a>: memfit is faster at 0 of 1 points, alone at 1' in text
+    targets = re.findall(r'href="#([^"]*)"', text)
+    assert {"s1", "s2", "how", "top"} == set(targets)
+    assert all(f' id="{name}"' in text for name in targets)
+    assert "Commands: <code>memfit bench</code>" in text and "MB is 2<sup>20</sup> bytes" in text
+    assert "`" not in text and "2^20" not in text
+    lines = markdown(made).splitlines()
+    assert lines.index("## In all") < lines.index("## a@4")
+
+
 def test_charts_have_the_colours_of_the_page(cell, report):
     """They were black on white in a page that had no dark."""
     pytest.importorskip("matplotlib")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.bench.report.tables import Table, heading, sections
+from memfit.bench.report.tables import Table, conclusion, heading, sections
 from memfit.ir.bench import BenchReport
 
 
@@ -13,6 +13,8 @@ def markdown(report: BenchReport, changes: Sequence[str] = ()) -> str:
     lines = ["# memfit bench", "", *heading(report), ""]
     if changes:
         lines += ["## Against the earlier benchmark", "", *(f"- {c}" for c in changes), ""]
+    if said := conclusion(report):
+        lines += ["## In all", "", *(f"- {line}" for line in said), ""]
     for section in sections(report):
         lines += [f"## {section.title}", ""]
         for table in section.tables:

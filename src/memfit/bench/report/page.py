@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from memfit.bench.report.tables import heading, sections
+from markupsafe import Markup, escape
+
+from memfit.bench.report.tables import Section, conclusion, heading, sections
 from memfit.ir.bench import DIED, BenchReport
 from memfit.report.export.plots import COLOURS
 from memfit.report.html.template import template
@@ -39,61 +41,93 @@ _TEMPLATE = """\
 <style>
 {% include "base.css.j2" %}
 main p, main li { overflow-wrap: anywhere; }
+h2 a { font-size: 13px; font-weight: 400; margin-left: 8px; }
 h3 { font-size: 15px; margin: 16px 0 4px; }
-.wide, figure { overflow-x: auto; }
+a { color: var(--accent); }
+ul { padding-left: 20px; }
 header, main { max-width: 1320px; }
-table { border-collapse: collapse; font-size: 13px; margin: 8px 0 16px; }
+.summary { font-size: 17px; font-weight: 600; }
+.wide {
+  overflow-x: auto; margin: 8px 0 16px;
+  background:
+    linear-gradient(to left, var(--ground) 40%, transparent) right / 36px 100% no-repeat local,
+    linear-gradient(to left, var(--line), transparent) right / 12px 100% no-repeat scroll;
+}
+table { border-collapse: collapse; font-size: 13px; }
 th, td { padding: 3px 8px; text-align: right; overflow-wrap: normal; }
 td { white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
-th:first-child, td:first-child { padding-left: 0; }
+th:first-child, td:first-child {
+  padding-left: 0; position: sticky; left: 0; background: var(--ground);
+}
 .remarks td:last-child { white-space: normal; min-width: 12em; }
-@media (max-width: 640px) { .remarks td:last-child { min-width: 24em; } }
+@media (max-width: 640px) {
+  .remarks td:last-child { min-width: 24em; }
+  td:first-child { white-space: normal; max-width: 36vw; overflow-wrap: break-word; }
+  .named td:first-child { min-width: 30vw; }
+}
 tr.died td { color: var(--bad); }
 tr.own td:first-child { font-weight: bold; }
 figure { margin: 0 0 16px; }
-figure svg { display: block; width: 100%; min-width: 560px; max-width: 900px; height: auto; }
+figure svg { display: block; width: 100%; max-width: 900px; height: auto; }
 figure text { fill: var(--ink); }
+code { overflow-wrap: anywhere; }
 </style>
 </head>
-<body>
+<body id="top">
 <header>
 <h1>memfit bench</h1>
+<p class="dim">{{ heading[0] | text }}</p>
 </header>
 <main>
-<section>
-{% for line in heading %}
-<p class="dim">{{ line }}</p>
-{% endfor %}
-</section>
 {% if changes %}
 <section>
 <h2>Against the earlier benchmark</h2>
-<ul>{% for line in changes %}<li>{{ line }}</li>{% endfor %}</ul>
+<ul>{% for line in changes %}<li>{{ line | text }}</li>{% endfor %}</ul>
 </section>
 {% endif %}
-{% for section in sections %}
 <section>
-<h2>{{ section.title }}</h2>
+{% for line in conclusion %}
+<p class="summary">{{ line | text }}</p>
+{% endfor %}
+<ul class="contents">
+{% for section in sections %}
+<li><a href="#s{{ loop.index }}">{{ section.title }}</a>{{ section | verdict | text }}</li>
+{% endfor %}
+<li><a href="#how">How it was measured</a>, and what the columns mean</li>
+</ul>
+</section>
+{% for section in sections %}
+{% set number = loop.index %}
+<section id="s{{ number }}">
+<h2>{{ section.title }} <a href="#top">top</a></h2>
 {% if section.lines %}
-<ul>{% for line in section.lines %}<li>{{ line }}</li>{% endfor %}</ul>
+<ul>{% for line in section.lines %}<li>{{ line | text }}</li>{% endfor %}</ul>
 {% endif %}
 {% for table in section.tables %}
 {% if table.title %}
 <h3>{{ table.title }}</h3>
 {% endif %}
-<div class="wide"><table class="{{ table.columns[-1] }}">
+<div class="wide" tabindex="0">
+<table class="{{ "named" if table.columns[0] in ("system", "plan") }} {{ table.columns[-1] }}">
 <tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}</tr>
 {% for row in table.rows %}
-<tr class="{{ row | kind }}">{% for word in row %}<td>{{ word }}</td>{% endfor %}</tr>
+<tr class="{{ row | kind }}">{% for word in row %}<td>{{ word | text }}</td>{% endfor %}</tr>
 {% endfor %}
-</table></div>
+</table>
+</div>
 {% endfor %}
 {% for name, svg in charts.get(section.title, []) %}
-<figure id="{{ name }}">{{ svg | safe }}</figure>
+<figure id="s{{ number }}-{{ name }}">{{ svg | safe }}</figure>
 {% endfor %}
 </section>
 {% endfor %}
+<section id="how">
+<h2>How it was measured <a href="#top">top</a></h2>
+{% for line in heading[1:] %}
+<p>{{ line | text }}</p>
+{% endfor %}
+</section>
 </main>
 </body>
 </html>
@@ -110,11 +144,27 @@ def page(
         title: [(name, _with_colours_of_the_page(svg)) for name, svg in drawn]
         for title, drawn in charts.items()
     }
-    lines = [line for line in heading(report) if line]
-    made: str = template(_NAME, {"kind": _row_kind}, **{_NAME: _TEMPLATE}).render(
-        heading=lines, changes=changes, sections=sections(report), charts=themed
+    filters = {"kind": _row_kind, "text": _text, "verdict": _verdict}
+    made: str = template(_NAME, filters, **{_NAME: _TEMPLATE}).render(
+        heading=[line for line in heading(report) if line],
+        conclusion=conclusion(report),
+        changes=changes,
+        sections=sections(report),
+        charts=themed,
     )
     return made
+
+
+def _text(line: str) -> Markup:
+    """A line with its `code` and its powers as HTML; all else is shown as it is."""
+    with_code = re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(line)))
+    return Markup(re.sub(r"\b2\^(\d+)", r"2<sup>\1</sup>", with_code))
+
+
+def _verdict(section: Section) -> str:
+    """The verdict of a workload as it goes on after the workload's name; "" if there is none."""
+    first = section.lines[0] if section.lines else ""
+    return first.removeprefix(section.title) if first.startswith(f"{section.title}: ") else ""
 
 
 def _with_colours_of_the_page(svg: str) -> str:

@@ -36,7 +36,7 @@ class Section:
 
 
 def sections(report: BenchReport) -> list[Section]:
-    """The whole report: workloads, series over the batch size, largest batches, a last line."""
+    """The whole report: workloads, series over the batch size, largest batches."""
     found = [_workload_section(report, spec.name) for spec in report.workloads]
     for series, specs in series_of(report).items():
         tables = [Table(title, SWEEP_COLUMNS, rows) for title, rows in sweep_tables(report, specs)]
@@ -48,9 +48,13 @@ def sections(report: BenchReport) -> list[Section]:
         table = Table("", LARGEST_COLUMNS, largest_rows(largest))
         notes = [f"{c.workload}: {note}" for c in largest if c.largest for note in c.largest.notes]
         found.append(Section("The largest batch in a fixed budget", [table], notes))
-    shown = [section for section in found if section.tables]
+    return [section for section in found if section.tables]
+
+
+def conclusion(report: BenchReport) -> list[str]:
+    """What is to be said of all workloads together; nothing where nothing was compared."""
     summary = summary_line(judge(w.name, report.cells_of(w.name)) for w in report.workloads)
-    return [*shown, Section("In all", [], [summary])] if summary else shown
+    return [] if summary is None else [summary]
 
 
 def _workload_section(report: BenchReport, name: str) -> Section:

@@ -161,7 +161,7 @@ def test_a_fit_without_memory_is_readable_in_both_schemes(
 def test_a_benchmark_is_readable_in_both_schemes_charts_included(
     opened: Callable[..., Driver], size: tuple[int, int], scheme: str, tmp_path: Path
 ) -> None:
-    """It was white in a dark browser."""
+    """It was white in a dark browser, and a phone showed parts of charts and tables."""
     pytest.importorskip("matplotlib", reason="charts need matplotlib")
     report = BenchReport.load(BENCHMARK)
     path = tmp_path / "bench.html"
@@ -169,6 +169,12 @@ def test_a_benchmark_is_readable_in_both_schemes_charts_included(
     driver = opened(size, scheme, path.as_uri())
     assert driver.get_log("browser") == []
     assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    right = size[0] - 10
+    for selector in ("figure svg", ".wide"):
+        ends = [e.rect["x"] + e.rect["width"] for e in _all(driver, selector)]
+        assert ends and max(ends) <= right, selector
+    for name in _all(driver, "td:first-child"):  # stays while its row is moved
+        assert name.value_of_css_property("position") == "sticky"
     drawn = {"body": ("background-color", "color"), "figure #patch_1 path": ("fill",)}
     drawn |= {"figure text": ("fill",), "td": ("color",), "figure #patch_3 path": ("stroke",)}
     for selector, names in drawn.items():
