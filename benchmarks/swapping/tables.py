@@ -237,6 +237,10 @@ def _idle(key: str, row: Row) -> list[str]:
 
 def _flat(rows: Mapping[str, Row]) -> list[str]:
     lines = [
+        "Flat: from the first look to the last allocated and reserved bytes do not grow, the arena "
+        "stays as it is, and the process grows by no more than 16 MB.",
+        *_settled(rows),
+        "",
         "| loop | step | allocated | peak since | reserved | host RSS | arena | flat |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -247,6 +251,20 @@ def _flat(rows: Mapping[str, Row]) -> list[str]:
                 for name in ("allocated", "peak", "reserved", "rss", "arena")
             )
             lines.append(f"| {key} | {step} | {cells} | {row['flat']} |")
+    return lines
+
+
+def _settled(rows: Mapping[str, Row]) -> list[str]:
+    """What is called flat although it grew: what the allocator holds with the valve, at first."""
+    lines = []
+    for key, row in _good(rows):
+        steps, held = list(row["seen"]), [seen["reserved"] for seen in row["seen"].values()]
+        if row["flat"] and held[-1] > held[0]:
+            lines.append(
+                f"Of the {key}'s reserved bytes it asks that only between steps {steps[-2]} and "
+                f"{steps[-1]}; before, they grew from {held[0] / MIB:.1f} to {held[-1] / MIB:.1f} "
+                "MB."
+            )
     return lines
 
 
