@@ -14,6 +14,7 @@ from memfit.capture.build import build_step_graph
 from memfit.capture.captured import Captured, capture_segments
 from memfit.capture.copied import with_copies
 from memfit.capture.find import find_segments
+from memfit.capture.lines import with_lines
 from memfit.capture.recording import record_forward, record_step
 from memfit.capture.seconds import StepTimes, recomputing_all
 from memfit.capture.usual import surely_compiled, usual_executor
@@ -103,6 +104,7 @@ def profile_workload(
                 captured,
                 static,
             )
+            graph = with_lines(graph, captured.modules(workload.model))
             say("timing segments")
             times = StepTimes(workload, captured, graph, accumulate, graphs, looks)
             seconds = times.measure(rounds)

@@ -37,7 +37,7 @@ class Node:
     seconds: float = 0.0
     workspace_bytes: int = 0  # live inside the operator beside its inputs and outputs
     read_s: float = 0.0  # fused code of the backward reads so much more when it is made again
-    source: str = ""  # module and line that asked for it
+    source: str = ""  # module and line that asked for it: the text of a Source
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class LiveTensor:
     module: str = ""
     source: str = ""
     shape: str = ""
+    file: str = ""  # of the source
+    line: int = 0
 
 
 @dataclass(frozen=True)

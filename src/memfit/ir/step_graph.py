@@ -80,6 +80,7 @@ class Call:
     graph: int = -1  # its joint graph among the profile's; -1: it was not captured
     finish: int = -1  # the backward position where a captured call's backward has returned
     held: dict[str, int] = field(default_factory=dict)  # input and output nodes -> their blocks
+    source: str = ""  # where its module's forward begins: the text of a Source
 
     @property
     def name(self) -> str:

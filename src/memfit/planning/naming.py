@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from memfit.ir.joint_graph import JointGraph, Node, Span, Variant
+from memfit.ir.source import Source
 from memfit.ir.step_graph import Block, Call
 from memfit.planning.clock import backward_end
 from memfit.planning.segment.passes import saved_storages, variant_of
 from memfit.planning.simulate import Simulator
 from memfit.units import format_bytes
 
-# "mlp.c_fc model.py:12 code", as a node's source is written; the module's path may be left out.
-_SOURCE = re.compile(r"(?:(?P<path>\S+) )?(?P<line>\S+:\d+)(?: (?P<code>.*))?")
 MOST_INSIDE = 4  # tensors of a moment that are named
 INSIDE = "inside "  # begins the name of what a segment needs for a moment
 SMALLER = "smaller pieces"  # of what a segment holds
@@ -31,6 +29,8 @@ class Named:
     module: str
     source: str = ""
     shape: str = ""
+    file: str = ""
+    line: int = 0
 
 
 class Names:
@@ -47,7 +47,10 @@ class Names:
         if number in self._nodes:
             named = _of_node(*self._nodes[number])
         else:
-            named = Named(_plain_name(block), _maker(self.simulator, block))
+            call = _maker(self.simulator, block)
+            source = Source.read(call.source) if call is not None else Source()
+            where = (source.line_words, "", source.file, source.line)
+            named = Named(_plain_name(block), "" if call is None else call.name, *where)
         return replace(named, name=named.name + suffix)
 
     def own(self, call: Call, nodes: Collection[int], suffix: str) -> list[tuple[Named, int]]:
@@ -117,18 +120,17 @@ def _in_words(graph: JointGraph, spans: Iterable[Span]) -> str:
     words = []
     for span in largest:
         node = graph.nodes[graph.storages[span.storage].maker]
-        match = _SOURCE.fullmatch(node.source)
-        line = f" ({match['line']})" if match else ""
+        place = Source.read(node.source).place
+        line = f" ({place})" if place else ""
         words.append(f"{node.name} {format_bytes(span.bytes)}{line}")
     return ", ".join(words)
 
 
 def _of_node(call: Call, graph: JointGraph, node: Node) -> Named:
-    match = _SOURCE.fullmatch(node.source)
-    path = (match["path"] or "") if match else node.source
-    line = " ".join(filter(None, (match["line"], match["code"]))) if match else ""
+    source = Source.read(node.source)
     name = f"input {node.name}" if node.role == "input" else node.name
-    return Named(name, ".".join(filter(None, (call.name, path))), line, node.shape)
+    module = ".".join(filter(None, (call.name, source.module)))
+    return Named(name, module, source.line_words, node.shape, source.file, source.line)
 
 
 def _plain_name(block: Block) -> str:
@@ -136,10 +138,10 @@ def _plain_name(block: Block) -> str:
     return block.operator or _BY_CATEGORY.get(block.category, block.category)
 
 
-def _maker(sim: Simulator, block: Block) -> str:
-    """The module whose forward or backward makes a block; empty between segments."""
+def _maker(sim: Simulator, block: Block) -> Call | None:
+    """The call whose forward or backward makes a block; None between segments."""
     calls = sim.graph.calls
     if block.call >= 0:
-        return calls[block.call].name
+        return calls[block.call]
     within = (c for c in calls if 0 <= c.need <= block.birth < backward_end(c))
-    return next((call.name for call in within), "")
+    return next(within, None)

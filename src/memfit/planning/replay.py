@@ -107,7 +107,16 @@ def _moments(sim: Simulator, names: Names, acts: Sequence[Act]) -> Iterator[Live
 
 def _live(named: Named, category: str, size: int, start: int, end: int) -> LiveTensor:
     return LiveTensor(
-        named.name, category, size, start, end, named.module, named.source, named.shape
+        named.name,
+        category,
+        size,
+        start,
+        end,
+        named.module,
+        named.source,
+        named.shape,
+        named.file,
+        named.line,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from memfit.ir.joint_graph import JointGraph, Node, Span, Storage
 from memfit.ir.plan import KEEP
 from memfit.ir.profile import Profile
+from memfit.ir.source import Source
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Ints
 from memfit.planning.segment.decisions import block_activations, readers_of, recompute_cost
@@ -79,7 +80,7 @@ def node_rows(profile: Profile) -> list[Row]:
             "median_peak_mem_bytes": operator.active_bytes + operator.workspace_bytes,
             "median_active_mem_bytes": operator.active_bytes,
             "device": profile.device.type,
-            "source": operator.source,
+            "source": Source.read(operator.source).words,
         }
         for rank, operator in enumerate(step.operators)
     ]

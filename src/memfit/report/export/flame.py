@@ -5,7 +5,6 @@ The form is that of https://github.com/jlfwong/speedscope/blob/main/src/lib/file
 
 from __future__ import annotations
 
-import re
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +12,6 @@ from memfit.ir.replay import LiveTensor, Replay
 from memfit.report.run_report import RunReport
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
-_LINE = re.compile(r"(?P<file>\S+):(?P<line>\d+)")
 Frame = tuple[str, str, int]  # name, file and line; no file: ""
 
 
@@ -53,8 +51,7 @@ def _profile(name: str, replay: Replay, frames: dict[Frame, int]) -> dict[str, A
 def _stack(tensor: LiveTensor, replay: Replay) -> list[Frame]:
     """The modules around a tensor from the outside in, and the tensor."""
     name = tensor.name if not tensor.shape else f"{tensor.name} {tensor.shape}"
-    match = _LINE.match(tensor.source)
-    leaf = (name, match["file"], int(match["line"])) if match else (name, "", 0)
+    leaf = (name, tensor.file, tensor.line)
     if tensor.module:
         paths = accumulate(tensor.module.split("."), lambda path, part: f"{path}.{part}")
         return [*((path, "", 0) for path in paths), leaf]

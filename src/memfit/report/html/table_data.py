@@ -7,6 +7,7 @@ from typing import Any
 
 from memfit.ir.plan import PARTIAL, RECOMPUTE, Plan, SegmentPlan
 from memfit.ir.profile import Profile
+from memfit.ir.source import Source
 from memfit.report.decisions import explained_rows
 from memfit.report.html.chart_data import Strings
 from memfit.report.run_report import RunReport
@@ -108,7 +109,7 @@ def _sources(plan: Plan, profile: Profile) -> dict[str, str]:
             continue
         for tensor in variant.activations:
             node = graph.nodes[graph.index[tensor.name]]
-            found[f"{segment.name}/{tensor.name}"] = node.source
+            found[f"{segment.name}/{tensor.name}"] = Source.read(node.source).words
     return found
 
 

@@ -49,6 +49,7 @@ from memfit.runtime.compile.dynamo_words import (
 from memfit.runtime.compile.joint import NotAGraph, Traced, least_saved, read_by_backward, translate
 from memfit.runtime.compile.padding import decided_once
 from memfit.runtime.compile.read_back import wait_before_reading_back
+from memfit.runtime.compile.source_lines import lines_of_torch
 from memfit.runtime.random_state import RandomState
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class Program:
         # Sizes that are alike now need not be so in the next batch.
         duck_shape = symbol_config.use_duck_shape and not symbolic
         with (
+            lines_of_torch(),
             dynamo_config.patch(settings),
             symbol_config.patch(use_duck_shape=duck_shape),  # type: ignore[attr-defined]
         ):

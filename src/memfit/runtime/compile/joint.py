@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from memfit.ir.joint_graph import JointGraph, Node, Storage
+from memfit.runtime.compile.source_lines import source_of
 
-_OWN_CODE = os.path.dirname(__file__)  # which calls the segment: not where a tensor comes from
 _CUDA_GRAIN = 512
 _HASH_CHARACTERS = 12
 # Operators of other libraries may hide state or random numbers that their schema does not tell.
@@ -280,7 +279,7 @@ class _Translation:
             can_recompute=recomputable,
             random=random,
             state_bytes=_state_bytes(node) if random and recomputable else 0,
-            source=_source(node),
+            source=source_of(node).text,
         )
 
     def _reads_mutated(self, node: fx.Node) -> bool:
@@ -293,14 +292,16 @@ class _Translation:
 def _check(node: fx.Node) -> None:
     """Refuse values whose size depends on data, or that have no plain storage."""
     if is_size(node) and free_unbacked_symbols(node.meta["val"]):
-        raise NotAGraph(f"{node.name} depends on data ({_source(node)})")
+        raise NotAGraph(f"{node.name} depends on data ({source_of(node).words})")
     for value in _values(node):
         if not isinstance(value, torch.Tensor):
             continue
         if value.layout is not torch.strided or not torch._C._has_storage(value):
-            raise NotAGraph(f"{node.name} is a {value.layout} tensor ({_source(node)})")
+            raise NotAGraph(f"{node.name} is a {value.layout} tensor ({source_of(node).words})")
         if free_unbacked_symbols(value):
-            raise NotAGraph(f"{node.name} has a size that depends on data ({_source(node)})")
+            raise NotAGraph(
+                f"{node.name} has a size that depends on data ({source_of(node).words})"
+            )
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -373,23 +374,6 @@ def _operator_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.op
     return str(node.target) if hasattr(node.target, "_schema") else node.target.__name__  # type: ignore[union-attr]
-
-
-def _source(node: fx.Node) -> str:
-    """Module path and source line behind a node, without folders: "mlp.c_fc model.py:12 code"."""
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(modules[-1][0]) if modules else ""
-    path = path.rpartition("]")[2].lstrip(".")
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    found = (i for i, line in enumerate(lines) if line.startswith('File "'))
-    frames = [i for i in found if _OWN_CODE not in lines[i]]
-    if not frames:
-        return path
-    place = lines[frames[-1]]
-    file = place.partition('"')[2].partition('"')[0].replace("\\", "/").rpartition("/")[2]
-    line = place.partition(", line ")[2].partition(",")[0]
-    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
-    return " ".join(part for part in (path, f"{file}:{line}", code) if part)
 
 
 def _numbers(results: Iterable[Any], number: dict[fx.Node, int]) -> tuple[int, ...]:

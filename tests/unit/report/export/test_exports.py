@@ -81,9 +81,9 @@ def test_the_optimizer_has_its_slice_of_a_trace(planned: RunReport, how: str) ->
 
 
 def test_memory_in_a_trace_reaches_the_peak(planned: RunReport) -> None:
-    for pid, replay in ((1, planned.before), (2, planned.after)):
+    for pid, step in ((1, planned.before), (2, planned.after)):
         counters = _events(planned, ph="C", pid=pid)
-        assert max(sum(e["args"].values()) for e in counters) == replay.peak_bytes
+        assert max(sum(e["args"].values()) for e in counters) == step.peak_bytes
         assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
 
 
@@ -99,10 +99,10 @@ def test_a_flame_graph_has_the_keys_of_speedscope_and_sums_to_the_peak(planned: 
     assert data["$schema"] == "https://www.speedscope.app/file-format-schema.json"
     frames = data["shared"]["frames"]
     assert len({(f["name"], f.get("file"), f.get("line")) for f in frames}) == len(frames)
-    for profile, replay in zip(data["profiles"], (planned.before, planned.after), strict=True):
+    for profile, step in zip(data["profiles"], (planned.before, planned.after), strict=True):
         assert (profile["type"], profile["unit"], profile["startValue"]) == ("sampled", "bytes", 0)
         assert len(profile["samples"]) == len(profile["weights"])
-        assert sum(profile["weights"]) == profile["endValue"] == replay.peak_bytes
+        assert sum(profile["weights"]) == profile["endValue"] == step.peak_bytes
         assert all(0 <= f < len(frames) for stack in profile["samples"] for f in stack)
 
 
