@@ -44,6 +44,25 @@ def test_profile_writes_its_files(memfit, tiny, tmp_path):
         assert sum(parts) == 2 * int(row["total_bytes"])
 
 
+def test_profile_has_the_peak_of_every_segment_call(memfit, tiny, tmp_path):
+    """Per layer there were saved bytes and seconds, and no peak."""
+    result = memfit("profile", *tiny, "-o", tmp_path, "--json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    segments = list(csv.DictReader((tmp_path / "segments.csv").open()))
+    timeline = list(csv.DictReader((tmp_path / "timeline.csv").open()))
+    for row in segments:
+        peaks = [int(row[f"{phase}_peak_bytes"]) for phase in ("forward", "backward")]
+        for phase, peak in zip(("forward", "backward"), peaks, strict=True):
+            where = f"{phase} {row['name']}"
+            assert peak >= max(int(p["total_bytes"]) for p in timeline if p["where"] == where) > 0
+        assert max(peaks) <= data["simulated_peak"]["peak_bytes"]
+    layers = [int(row["forward_peak_bytes"]) for row in segments if "layers" in row["name"]]
+    assert layers == sorted(layers) and layers[0] < layers[-1]
+    shown = memfit("profile", *tiny).stdout
+    assert "saved each" in shown and "  peak" in shown
+
+
 def test_profile_writes_operators_and_activations(memfit, tiny, tmp_path):
     result = memfit("profile", *tiny, "-o", tmp_path, "--executor", "module")
     assert result.exit_code == 0, result.stderr

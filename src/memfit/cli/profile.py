@@ -61,6 +61,7 @@ def profile(
         session.progress("loading torch")
         from memfit import api
         from memfit.ir.codec import to_data
+        from memfit.planning.call_peaks import call_peaks
         from memfit.planning.simulate import Simulator
         from memfit.planning.strategies import saved_bytes
         from memfit.report.csv import write_csv
@@ -77,7 +78,7 @@ def profile(
         simulator = Simulator(measured)
         timeline = simulator.timeline([])
         saved = [saved_bytes(simulator, call.index) for call in measured.graph.calls]
-        rows = segment_rows(measured, saved)
+        rows = segment_rows(measured, saved, call_peaks(measured.graph, timeline))
         if output is not None:
             write_json(output / "profile.json", to_data(measured))
             with writing(output):
@@ -105,7 +106,7 @@ def profile(
                 }
             )
             return
-        session.show(*profile_report(measured, saved, timeline, every=every))
+        session.show(*profile_report(measured, rows, timeline, every=every))
         if output is not None:
             names = ", ".join(dict.fromkeys(path.stem for path in drawn))
             session.line(

@@ -20,13 +20,13 @@ Row = dict[str, object]
 
 
 def profile_report(
-    profile: Profile, saved: Sequence[int], timeline: Timeline, *, every: bool
+    profile: Profile, rows: Sequence[Row], timeline: Timeline, *, every: bool
 ) -> list[RenderableType]:
-    """The whole report of a profile; `saved` are the bytes each call keeps for its backward."""
+    """The whole report of a profile; `rows` are those of `segment_rows`."""
     static = {**profile.graph.static, "gradients": profile.graph.gradient_bytes}
     return [
         headline(profile.workload, {"name": profile.device.name}),
-        _segment_table(profile, saved, every=every),
+        _segment_table(profile, rows, every=every),
         category_table("static: there whatever the plan", static, "static"),
         category_table(
             f"peak of the step, in {timeline.peak.where}", timeline.peak_categories, "peak"
@@ -36,14 +36,20 @@ def profile_report(
     ]
 
 
-def segment_rows(profile: Profile, saved: Sequence[int]) -> list[Row]:
-    """One row per segment call."""
+def segment_rows(
+    profile: Profile, saved: Sequence[int], peaks: Sequence[tuple[int | None, int | None]]
+) -> list[Row]:
+    """One row per segment call: what it keeps for its backward, and the step's most bytes while
+    its forward and its backward run; None where it has no such pass."""
+    calls = zip(profile.graph.calls, profile.call_times, saved, peaks, strict=True)
     return [
         {
             "index": call.index,
             "name": call.name,
             "class": call.kind,
             "saved_bytes": size,
+            "forward_peak_bytes": forward_peak,
+            "backward_peak_bytes": backward_peak,
             "forward_s": times.forward_s,
             "backward_s": times.backward_s,
             "recompute_s": times.recompute_s,
@@ -52,7 +58,7 @@ def segment_rows(profile: Profile, saved: Sequence[int]) -> list[Row]:
             "can_be_recomputed": call.pinned is None,
             "why_not": call.pinned or "",
         }
-        for call, times, size in zip(profile.graph.calls, profile.call_times, saved, strict=True)
+        for call, times, size, (forward_peak, backward_peak) in calls
     ]
 
 
@@ -68,11 +74,10 @@ def timeline_rows(timeline: Timeline) -> Iterator[Row]:
         }
 
 
-def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Table:
-    names = ("segment", "class", "saved each", "forward", "backward", "recompute")
+def _segment_table(profile: Profile, rows: Sequence[Row], *, every: bool) -> Table:
+    names = ("segment", "class", "saved each", "peak", "forward", "backward", "recompute")
     table = columns(*names, wrap=("segment", "class"))
     table.columns[1].overflow = "ellipsis"
-    rows = segment_rows(profile, saved)
     # The clock differs by a little from call to call: bytes and class say what is alike.
     alike = groupby(
         rows, key=lambda r: r["index"] if every else (r["class"], r["saved_bytes"], r["why_not"])
@@ -85,6 +90,7 @@ def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Ta
             name + (f" ({count})" if count > 1 else ""),
             str(first["class"]),
             format_bytes(_mean(group, "saved_bytes")),
+            format_bytes(_peak(group)),
             *(
                 format_seconds(_mean(group, f"{what}_s"))
                 for what in ("forward", "backward", "recompute")
@@ -95,8 +101,16 @@ def _segment_table(profile: Profile, saved: Sequence[int], *, every: bool) -> Ta
         format_seconds(sum(getattr(t, f"{what}_s") for t in profile.call_times))
         for what in ("forward", "backward", "recompute")
     ]
-    table.add_row(f"all {len(rows)} together", "", format_bytes(sum(saved)), *seconds, style="bold")
+    saved = format_bytes(sum(int(str(row["saved_bytes"])) for row in rows))
+    peak = format_bytes(_peak(rows))
+    table.add_row(f"all {len(rows)} together", "", saved, peak, *seconds, style="bold")
     return table
+
+
+def _peak(rows: Sequence[Row]) -> int:
+    """The most bytes of the step while any of these segments runs."""
+    sizes = [row[f"{what}_peak_bytes"] for row in rows for what in ("forward", "backward")]
+    return max((int(str(size)) for size in sizes if size is not None), default=0)
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

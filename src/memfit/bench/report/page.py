@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
@@ -144,7 +144,11 @@ def page(
         title: [(name, _with_colours_of_the_page(svg)) for name, svg in drawn]
         for title, drawn in charts.items()
     }
-    filters = {"kind": _row_kind, "text": _text, "verdict": _verdict}
+    filters: dict[str, Callable[..., object]] = {
+        "kind": _row_kind,
+        "text": _text,
+        "verdict": _verdict,
+    }
     made: str = template(_NAME, filters, **{_NAME: _TEMPLATE}).render(
         heading=[line for line in heading(report) if line],
         conclusion=conclusion(report),
