@@ -15,7 +15,12 @@ from typing import Any
 from memfit.errors import UsageError
 from memfit.planning.budget import check_budget_text
 from memfit.planning.make_plan import Goal
-from memfit.planning.techniques import allowed_over, allowed_techniques
+from memfit.planning.techniques import (
+    allowed_over,
+    allowed_techniques,
+    forced_techniques,
+    techniques_for,
+)
 from memfit.units import parse_bytes
 
 EXECUTORS = ("auto", "graph", "inductor", "module")
@@ -29,9 +34,13 @@ class Config:
 
     budget: str | int | None = None
     utilization: float | None = None
+    activation_reduction: float | None = None
     max_slowdown: float | None = None
     strategy: str | None = None
+    interval: int | None = None
+    segments: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
+    force: tuple[str, ...] = ()
     host_budget: str | int | None = None
     executor: str | None = None
     min_tensor_bytes: str | int | None = None
@@ -47,12 +56,18 @@ class Config:
     def over(self, base: Config) -> Config:
         """This one, with what it leaves open taken from `base`; "+name" adds to its techniques."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, ())}
-        goal = {"budget", "utilization"}
-        if goal & given.keys():  # they exclude each other
-            base = replace(base, budget=None, utilization=None)
+        if {*_GOALS} & given.keys():  # they exclude each other
+            base = replace(base, budget=None, utilization=None, activation_reduction=None)
+        if self.strategy is not None:
+            base = base.for_strategy(self.strategy)
         if self.allow:
             given["allow"] = allowed_over(self.allow, base.allow)
         return replace(base, **given)
+
+    def for_strategy(self, strategy: str) -> Config:
+        """This one beside a strategy that is given: its own goes, and an interval for another."""
+        interval = self.interval if strategy == "interval" else None
+        return replace(self, strategy=None, interval=interval)
 
     def to_toml(self) -> str:
         """The fields that are set, as TOML."""
@@ -88,8 +103,10 @@ class Config:
 
 
 _FIELDS = tuple(field.name for field in fields(Config))
-_NUMBERS = ("utilization", "max_slowdown")
-_COUNTS = ("accumulate", "batch", "seq")
+_GOALS = ("budget", "utilization", "activation_reduction")
+_NUMBERS = ("utilization", "activation_reduction", "max_slowdown")
+_COUNTS = ("interval", "accumulate", "batch", "seq")
+_LISTS = {"allow": '"recompute"', "force": '"microbatch"', "segments": '"layers.*"'}
 
 
 def named(name: str) -> Config:
@@ -126,9 +143,13 @@ def from_data(data: Any, where: str = "the configuration") -> Config:
         raise UsageError(
             f"{where} has an unknown field {unknown[0]!r}", hint=f"known: {', '.join(_FIELDS)}"
         )
-    allow = data.get("allow", ())
-    names = allow.split(",") if isinstance(allow, str) else allow
-    return Config(**{**data, "allow": tuple(names) if isinstance(names, list) else names})
+    return Config(**data | {name: _listed(data[name]) for name in _LISTS if name in data})
+
+
+def _listed(value: Any) -> Any:
+    """The names in a list, or in a text with commas; anything else as it is."""
+    value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _is_json(path: Path) -> bool:
@@ -137,8 +158,9 @@ def _is_json(path: Path) -> bool:
 
 def _check(config: Config) -> None:
     """Refuse values that mean nothing, before anything is measured."""
-    if config.budget is not None and config.utilization is not None:
-        raise UsageError("budget and utilization exclude each other", hint="give one of them")
+    goals = [name for name in _GOALS if getattr(config, name) is not None]
+    if len(goals) > 1:
+        raise UsageError(f"{' and '.join(goals)} exclude each other", hint="give one of them")
     if config.budget is not None:
         check_budget_text(config.budget)
     for name in _NUMBERS:
@@ -159,11 +181,24 @@ def _check(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and value not in known:
             raise UsageError(f"{name} is {value!r}", hint=f"one of: {', '.join(known)}")
-    allow: Any = config.allow
-    if not isinstance(allow, (list, tuple)) or not all(isinstance(name, str) for name in allow):
-        raise UsageError(f"allow is {allow!r}", hint='names in a list, such as ["recompute"]')
-    allowed_techniques(allow or None)
-    Goal(strategy=config.strategy or "optimal", max_slowdown=config.max_slowdown)
+    for name, such in _LISTS.items():
+        value = getattr(config, name)
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise UsageError(f"{name} is {value!r}", hint=f"names in a list, such as [{such}]")
+    allow, strategy = config.allow or None, config.strategy or "optimal"
+    allowed_techniques(allow)
+    forced_techniques(config.force, config.force)
+    if config.interval is not None and config.strategy not in (None, "interval"):
+        raise UsageError(
+            f"interval is for strategy interval, not {strategy}", hint="leave one of them out"
+        )
+    Goal(
+        strategy=strategy,
+        max_slowdown=config.max_slowdown,
+        activation_reduction=config.activation_reduction,
+    )
+    if not all(name.startswith("+") for name in config.allow):  # else it adds to something
+        techniques_for(strategy, allow, "cpu")  # a strategy needs the same anywhere
 
 
 PRESETS = {

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from memfit.cli.goal import GoalOptions
 from memfit.cli.starting import started
 from memfit.cli.target import Target
-from memfit.config import load, named
+from memfit.config import Config, load, named
+from memfit.errors import UsageError
 
 
 def test_a_preset_says_how_far_a_fit_may_go(memfit, tiny):
@@ -114,6 +118,64 @@ def test_no_choice_within_the_limit(memfit, tiny, monkeypatch):
     last = shown.stdout.splitlines()[-1]
     assert last.startswith("no plan found within 1.1x the plain step's time, nothing fitted; next")
     assert "memfit plan encoder" in last and "--sweep" in last
+
+
+REACHED: dict[str, Any] = {
+    "budget": "2GiB",
+    "utilization": 0.5,
+    "activation_reduction": 0.4,
+    "max_slowdown": 1.5,
+    "strategy": "ratio",
+    "interval": 2,
+    "segments": ["layers.*"],
+    "allow": ["offload"],
+    "force": ["microbatch"],
+    "host_budget": "1GiB",
+    "executor": "module",
+    "min_tensor_bytes": 1000,
+    "accumulate": 4,
+    "batch": 3,
+    "seq": 16,
+    "dtype": "bf16",
+    "optimizer": "sgd",
+}
+GOALS = ("budget", "utilization", "activation_reduction")
+NEEDED = {"interval": {"strategy": "interval"}, "host_budget": {"allow": ["offload"]}}
+
+
+def test_every_field_of_a_file_reaches_the_fit(memfit, tmp_path, monkeypatch):
+    def asked(data: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def resolve(name: str, **options: Any) -> Any:
+            found.update(options)
+            return SimpleNamespace(device=torch.device("cpu"))
+
+        def fit(workload: Any, budget: Any, **options: Any) -> None:
+            found.update(options, budget=budget)
+            raise UsageError("far enough", hint="none")
+
+        monkeypatch.setattr("memfit.targets.resolve_target", resolve)
+        monkeypatch.setattr("memfit.api.fit_workload", fit)
+        file = tmp_path / "mine.json"
+        file.write_text(json.dumps(data))
+        ended = memfit("fit", "encoder", "--config", file)
+        assert ended.exit_code == 2 and "far enough" in ended.stderr, ended.stderr
+        found.pop("progress")
+        return found
+
+    assert list(REACHED) == [field.name for field in fields(Config)]
+    for name, value in REACHED.items():
+        base = NEEDED.get(name, {}) | ({} if name in GOALS[1:] else {"budget": "1GiB"})
+        plain, given = asked(base or {"budget": "1GiB"}), asked(base | {name: value})
+        changed = {key for key in plain if plain[key] != given[key]}
+        assert changed == {"budget" if name == "utilization" else name, *["budget"] * (not base)}
+    assert asked({"utilization": 1.0})["budget"] == 2 * asked({"utilization": 0.5})["budget"]
+
+
+def test_a_file_is_nothing_for_a_report_of_files(memfit, tmp_path):
+    refused = memfit("report", "run.json", "--preset", "balanced", "-o", tmp_path / "r.html")
+    assert refused.exit_code == 2 and "there is no TARGET" in refused.stderr
 
 
 def test_a_strategy_that_is_given_leaves_the_budget_of_a_file(tmp_path):

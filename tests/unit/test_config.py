@@ -15,8 +15,11 @@ from memfit.errors import UsageError
 FULL: dict[str, Any] = {
     "budget": "12GiB",
     "max_slowdown": 1.5,
-    "strategy": "optimal",
-    "allow": ("recompute", "tiled_loss"),
+    "strategy": "interval",
+    "interval": 2,
+    "segments": ("layers.*",),
+    "allow": ("recompute", "tiled_loss", "microbatch"),
+    "force": ("microbatch",),
     "host_budget": "8GiB",
     "executor": "graph",
     "min_tensor_bytes": 1000,
@@ -56,6 +59,14 @@ def test_what_is_given_goes_before_the_base() -> None:
     assert (both.dtype, both.accumulate) == ("bf16", 2)
 
 
+def test_a_strategy_goes_before_the_one_of_the_base_and_its_interval() -> None:
+    base = Config(strategy="interval", interval=2, max_slowdown=2.0)
+    assert Config(strategy="ratio").over(base) == Config(strategy="ratio", max_slowdown=2.0)
+    assert Config(strategy="interval").over(base) == base
+    swap = Config(strategy="swap", allow=("+tiled_loss",))  # over something that may move
+    assert swap.over(PRESETS["balanced"]).allow[-1] == "tiled_loss"
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"budget": "lots"}, "lots"),
     ({"budget": "1GiB", "utilization": 0.5}, "exclude"),
@@ -63,6 +74,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_slowdown": 0.5}, "max_slowdown"),
     ({"max_slowdown": "much"}, "max_slowdown"),
     ({"strategy": "best"}, "best"),
+    ({"strategy": "swap", "allow": ["recompute"]}, "'swap' is made of offload"),
+    ({"strategy": "ratio", "interval": 2}, "interval is for strategy interval"),
+    ({"interval": 0}, "interval"),
+    ({"activation_reduction": 1.5}, "activation_reduction"),
+    ({"activation_reduction": 0.5, "utilization": 0.5}, "exclude"),
+    ({"segments": 3}, "segments"),
+    ({"force": ["recompute"]}, "recompute cannot be forced"),
     ({"allow": ["magic"]}, "magic"),
     ({"allow": 3}, "allow"),
     ({"host_budget": "8 apples"}, "apples"),
@@ -100,7 +118,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_every_field_is_written_and_checked() -> None:
     written = {line.split(" = ")[0] for line in Config(**FULL).to_toml().splitlines()}
-    assert written == {f.name for f in fields(Config)} - {"utilization"}
+    others = {"utilization", "activation_reduction"}  # one of these and the budget
+    assert written == {f.name for f in fields(Config)} - others
 
 
 @pytest.mark.parametrize("name", ["huge", *UNREACHED])

@@ -197,6 +197,11 @@ def report(
         what = Target(target or "", batch, seq, dtype, optimizer, device, fields or [])
         files = {"--profile": profile_file, "--plan": plan_file, "--result": result_file}
         given = [option for option, path in files.items() if path is not None]
+        if not what.name and (preset is not None or config is not None):
+            raise UsageError(
+                "--preset and --config say how to fit, and there is no TARGET",
+                hint="leave them out, or give a TARGET",
+            )
         _check(outputs, what, goal, given)
         session.progress("loading torch")
         from memfit.cli.report_input import curve_strategies, from_files, from_fit, with_curve

@@ -22,10 +22,11 @@ def started(
     if preset is None and file is None:
         return what, goal, _first(accumulate, 1)
     from memfit.config import Config, load, named
-    from memfit.planning.techniques import allowed_over
 
-    base = Config() if preset is None else named(preset)
-    base = base if file is None else load(file).over(base)
+    base = Config() if file is None else load(file)
+    base = base if goal.strategy is None else base.for_strategy(goal.strategy)
+    base = Config(allow=tuple(goal.allowed_names)).over(base)
+    base = base if preset is None else base.over(named(preset))
     what = replace(
         what,
         batch=_first(what.batch, base.batch),
@@ -35,16 +36,23 @@ def started(
     )
     brought = set[str]()
     if not goal.given:
-        goal = replace(goal, budget=_text(base.budget), utilization=base.utilization)
+        goal = replace(
+            goal,
+            budget=_text(base.budget),
+            utilization=base.utilization,
+            activation_reduction=base.activation_reduction,
+        )
         brought.update(goal.given)
-    allow = allowed_over(goal.allowed_names, base.allow)
     asked = {name.removeprefix("+") for name in goal.allowed_names}
-    brought.update({name.removeprefix("+") for name in allow} - asked)
+    brought.update({name.removeprefix("+") for name in base.allow} - asked)
     goal = replace(
         goal,
         max_slowdown=_first(goal.max_slowdown, base.max_slowdown),
         strategy=_first(goal.strategy, base.strategy),
-        allow=allow,
+        interval=_first(goal.interval, base.interval),
+        segments=goal.segments or base.segments,
+        allow=base.allow,
+        force=goal.force or base.force,
         host_budget=_first(goal.host_budget, _text(base.host_budget)),
         executor=_first(goal.executor, base.executor),
         min_tensor_bytes=_first(goal.min_tensor_bytes, _text(base.min_tensor_bytes)),
