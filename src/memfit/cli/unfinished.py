@@ -15,6 +15,7 @@ from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.run_file import RunFile
 from memfit.planning.make_plan import Goal, make_plan
+from memfit.planning.write_plan import without_room
 from memfit.report.run_report import EndedReport
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def nearest_plan(profile: Profile, refused: NoResult) -> Plan | None:
             plan = make_plan(profile, goal)
         except InfeasibleError:
             continue
+        if refused.verdict == INFEASIBLE:
+            plan = replace(plan, segments=without_room(plan.segments))
         budget = refused.budget_bytes or plan.budget_bytes
         least = plan.minimum_feasible_bytes if least is None else least
         return replace(plan, budget_bytes=budget, minimum_feasible_bytes=least)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from memfit.ir.plan import KEEP, OFFLOAD, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
 from memfit.ir.step_graph import Call
@@ -12,6 +13,9 @@ from memfit.planning.simulate import Simulator
 from memfit.planning.strategies import saved_bytes
 from memfit.units import format_bytes, format_seconds
 
+HAS_ROOM = "kept: the budget has room"
+NO_ROOM = "kept: nothing smaller was found"
+
 
 def write_segments(
     simulator: Simulator, acts: Sequence[Act]
@@ -20,6 +24,11 @@ def write_segments(
     writer = _Writer(simulator, acts)
     segments = tuple(writer.segment(call) for call in simulator.graph.calls)
     return segments, tuple(writer.variants)
+
+
+def without_room(segments: Sequence[SegmentPlan]) -> tuple[SegmentPlan, ...]:
+    """The decisions of the plan that comes nearest to a budget which none holds."""
+    return tuple(replace(s, reason=NO_ROOM) if s.reason == HAS_ROOM else s for s in segments)
 
 
 def read_acts(simulator: Simulator, plan: Plan) -> tuple[Act, ...]:
@@ -131,4 +140,4 @@ class _Writer:
 def _why_kept(call: Call) -> str:
     if call.pinned:
         return f"kept: {call.pinned}"
-    return "kept: a single layer" if call.leaf else "kept: the budget has room"
+    return "kept: a single layer" if call.leaf else HAS_ROOM

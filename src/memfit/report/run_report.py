@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.ir.ended import NoResult
+from memfit.ir.ended import INFEASIBLE, NoResult
 from memfit.ir.plan import Plan
 from memfit.ir.profile import Profile
 from memfit.ir.replay import Replay
@@ -63,7 +63,13 @@ class RunReport:
     @property
     def after_words(self) -> str:
         """What `after` shows, in words."""
-        return f"planned by {self.plan.strategy}{_changes(self.profile)}"
+        what = "planned" if self.holds else "the nearest plan,"
+        return f"{what} by {self.plan.strategy}{_changes(self.profile)}"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the plan is one for the budget that was asked for: no other one was found."""
+        return self.refused is None or self.refused.verdict != INFEASIBLE
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,17 @@ def _replay_data(replay: Replay, strings: Strings) -> dict[str, Any]:
 
 
 def curve_data(report: RunReport) -> dict[str, Any] | None:
-    """Budget against predicted time by strategy, this plan, what was measured; None: no curve."""
+    """Budget against predicted time by strategy, this plan, what was measured; None: no curve.
+
+    Where no plan holds the budget, the nearest one stands at what it takes.
+    """
     if not report.curve:
         return None
     plan, result = report.plan, report.result
+    budget = plan.budget_bytes or plan.predicted.reserved_bytes
     chosen = {
-        "budget": plan.budget_bytes or plan.predicted.reserved_bytes,
+        "budget": budget if report.holds else plan.predicted.reserved_bytes,
+        "name": "this plan" if report.holds else "nearest plan; none holds the budget",
         "peak": plan.predicted.peak_bytes,
         "ratio": plan.predicted.step_s / plan.baseline_step_s,
     }
@@ -84,6 +89,7 @@ def curve_data(report: RunReport) -> dict[str, Any] | None:
     strategies = list(report.curve[0].plans)
     return {
         "series": [{"name": _series(report, s), "points": _points(report, s)} for s in strategies],
+        "budget": budget,
         "chosen": chosen,
         "measured": measured,
     }

@@ -99,6 +99,7 @@ def comparison(report: RunReport) -> list[tuple[str, str, str, str, str]]:
         )
     step_s = plan.baseline_step_s if result is None else result.baseline.step_s
     expected = predicted.step_s / plan.baseline_step_s
+    apart = "" if measured is None else f"{predicted.step_s / measured.step_s - 1:+.1%}"
     rows += [
         (
             "step time",
@@ -107,7 +108,7 @@ def comparison(report: RunReport) -> list[tuple[str, str, str, str, str]]:
             NOT_MEASURED
             if measured is None
             else f"{format_seconds(measured.step_s)} ± {format_seconds(measured.step_s_spread)}",
-            "",
+            apart,
         ),
         (
             "time / before",

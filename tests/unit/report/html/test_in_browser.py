@@ -383,6 +383,19 @@ def test_on_a_phone_rows_are_cards_sorted_by_a_list(opened: Callable[..., Driver
     assert _column(driver, "segment-table", "segment")[0].startswith("transformer.h.")
 
 
+@pytest.mark.parametrize("width", [390, 800])
+def test_narrow_tables_show_every_column(opened: Callable[..., Driver], width: int) -> None:
+    """The variant, the seconds and the ranks of a row were left out below 1000 pixels."""
+    driver = opened((width, 844))
+    shown = "return [...document.querySelectorAll(arguments[0])].some((c) => c.offsetWidth > 0)"
+    for table, title in (
+        *(("segment-table", name) for name in ("class", "variant", "forward", "backward")),
+        *(("decision-table", name) for name in ("made at", "read at")),
+    ):
+        assert driver.execute_script(shown, f"#{table} td[data-label='{title}']"), title
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+
+
 def test_pointing_at_the_curve_names_strategy_and_budget(opened: Callable[..., Driver]) -> None:
     driver = opened()
     words = _point_at(driver, "#budget-curve [data-series='0']", 0.5, 0.5)

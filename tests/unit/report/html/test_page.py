@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from memfit.ir.ended import INFEASIBLE, NoResult
 from memfit.ir.plan import TechniqueChoice
+from memfit.report.html.chart_data import curve_data
 from memfit.report.html.ended import ended_page
 from memfit.report.html.facts import categories, category_checks, comparison, tiles
 from memfit.report.html.page import html_page, page_data, script_json
@@ -107,6 +109,9 @@ def test_predictions_stand_beside_measurements(run: RunReport) -> None:
     rows = {row[0]: row for row in comparison(run)}
     assert rows["peak memory"][4] == "-0.10%"
     assert rows["step time"][3] == "220.0 ms ± 2.0 ms"
+    assert run.result is not None
+    apart = run.plan.predicted.step_s / run.result.measured.step_s - 1
+    assert rows["step time"][4] == f"{apart:+.1%}" != "", "it was always left out"
     assert rows["time / before"][1] == "A/A 1.001x"
     assert [tile.tone for tile in tiles(run)] == ["good", "", "", "good"]
 
@@ -166,6 +171,19 @@ def test_no_string_ends_the_script(run: RunReport) -> None:
         profile=replace(run.profile, workload=workload),
     )
     assert html_page(made).count("<script") == 2
+
+
+def test_the_nearest_plan_stands_at_what_it_takes(run: RunReport) -> None:
+    """It was ringed as this plan at the budget that it does not hold."""
+    refused = NoResult(INFEASIBLE, "no plan fits", None, 1, budget_bytes=10**9)
+    plan = replace(run.plan, budget_bytes=10**9)
+    found = curve_data(replace(run, plan=plan, result=None, refused=refused))
+    assert found is not None and found["budget"] == 10**9
+    assert found["chosen"]["budget"] == run.plan.predicted.reserved_bytes > 10**9
+    assert found["chosen"]["name"].startswith("nearest plan")
+    held = curve_data(run)
+    assert held is not None and held["chosen"]["budget"] == held["budget"] == run.plan.budget_bytes
+    assert held["chosen"]["name"] == "this plan"
 
 
 def test_a_report_without_a_curve_has_no_place_for_one(run: RunReport) -> None:

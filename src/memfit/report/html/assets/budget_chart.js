@@ -26,7 +26,7 @@ function startCurve(curve) {
   });
   const star = element("svg", { width: 14, height: 14 },
     element("circle", { cx: 7, cy: 7, r: 5, style: "fill:none;stroke:var(--budget);stroke-width:2" }));
-  legend.append(element("span", {}, star, "this plan"));
+  legend.append(element("span", {}, star, curve.chosen.name));
   if (curve.measured) {
     const cross = element("svg", { width: 14, height: 14 }, plus(7, 7));
     legend.append(element("span", {}, cross, "measured"));
@@ -61,7 +61,8 @@ function drawCurve(curve, hidden) {
   const f = { width, height: narrow ? 280 : 340, left: narrow ? 46 : 62, right: 16, top: 22, bottom: 40 };
   const shown = curve.series.map((s, i) => ({ ...s, points: hidden.has(i) ? [] : s.points }));
   const all = [...shown.flatMap((s) => s.points), curve.chosen, curve.measured].filter(Boolean);
-  const lowX = Math.min(...all.map((p) => p.budget)), highX = Math.max(...all.map((p) => p.budget));
+  const budgets = [curve.budget, ...all.map((p) => p.budget)];
+  const lowX = Math.min(...budgets), highX = Math.max(...budgets);
   const lowY = Math.min(1, ...all.map((p) => p.ratio)), highY = Math.max(...all.map((p) => p.ratio));
   const padX = (highX - lowX || highX) * 0.03, padY = (highY - lowY || 0.1) * 0.06;
   const sx = (b) => f.left + ((b - lowX + padX) / (highX - lowX + 2 * padX)) * (f.width - f.left - f.right);
@@ -90,7 +91,7 @@ function drawCurve(curve, hidden) {
     element("text", { x: f.width - f.right, y: f.height - 6, "text-anchor": "end" }, `budget, ${name}`),
     element("text", { x: 0, y: 11 }, "time / before"),
   );
-  const at = sx(curve.chosen.budget);
+  const at = sx(curve.budget);
   svg.append(element("line", { class: "budget-line", x1: at, x2: at, y1: f.top, y2: f.height - f.bottom }));
   shown.forEach((series, i) => {
     const d = series.points.map((p, n) => `${n ? "L" : "M"}${sx(p.budget)},${sy(p.ratio)}`).join("");
@@ -107,10 +108,10 @@ function drawCurve(curve, hidden) {
   svg.append(element("circle", {
     cx: sx(chosen.budget), cy: sy(chosen.ratio), r: 8, style: "fill:none;stroke:var(--budget);stroke-width:2",
   }));
-  places.push({ name: "this plan, predicted", p: chosen });
+  places.push({ name: `${chosen.name}: predicted`, p: chosen });
   if (measured) {
     svg.append(plus(sx(measured.budget), sy(measured.ratio)));
-    places.push({ name: "this plan, measured", p: measured });
+    places.push({ name: `${chosen.name}: measured`, p: measured });
   }
   box.replaceChildren(svg);
   listenCurve(svg, f, sx, sy, places);

@@ -2,7 +2,6 @@
 
 const FIRST = innerWidth < 640 ? 10 : 30;
 const PIECE = 300;
-const WIDE = new Set(["class", "variant", "forward", "backward", "made at", "read at"]);
 const formats = { bytes: formatBytes, seconds: formatSeconds, number: String };
 
 function startTable(box, { columns }) {
@@ -26,7 +25,7 @@ function startTable(box, { columns }) {
   const more = element("button", { type: "button", class: "more" });
 
   const classes = ({ kind, title }) =>
-    [kind in formats ? "n" : title, title === named ? "title" : "", title === "#" ? "index" : "", WIDE.has(title) ? "wide" : ""].join(" ").trim();
+    [kind in formats ? "n" : title, title === named ? "title" : "", title === "#" ? "index" : ""].join(" ").trim();
 
   columns.forEach((column) => {
     const button = element("button", { type: "button" }, column.title);
