@@ -39,6 +39,7 @@ from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
 from memfit.units import format_bytes, parse_bytes
+from memfit.verify.references import check_references, measure_references
 from memfit.whole_step import Measure, Whole, beside
 from memfit.workload import LossFn, Workload
 
@@ -220,16 +221,19 @@ def fit_workload(
     min_tensor_bytes: str | int = 0,
     accumulate: int = 1,
     cuda_graphs: bool | None = False,
+    references: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
 
     `profiled` is a profile of this very workload, if there is one; a set-up that was at work then
     is at work again, and no other is tried. `steps` are timed. `accumulate` is how many batches
-    each optimizer step will see; `cuda_graphs` is as in `profile`. The model, the optimizer and the
-    RNG are as before when it returns; only the plan is at work.
+    each optimizer step will see; `cuda_graphs` is as in `profile`. Of the `references` "eager" and
+    "compiled" (the whole step by torch.compile) those named are measured beside the plan. The
+    model, the optimizer and the RNG are as before when it returns; only the plan is at work.
     """
     say = Stages.of(progress)
+    check_references(references)
     if activation_reduction is not None and budget == "auto":
         budget = None
     if budget is not None:
@@ -307,6 +311,10 @@ def fit_workload(
     planned = Applied(made, workload.model, setup)
     with told_how_far(workload, say, base):
         result = prove(workload, planned, base, held, steps=steps, force=goal.force, say=say)
+    beside_it = measure_references(
+        workload, part, planned, references, steps=steps, accumulate=accumulate, say=say
+    )
+    result = replace(result, references=beside_it)
     if not result.numerics.kept:
         warnings.warn(
             f"{workload.name or 'the step'} holds its budget, but its numbers are not those of the "

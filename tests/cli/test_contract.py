@@ -19,7 +19,7 @@ HOW = (
 )
 GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {
-    "fit": f"{TARGET} {GOAL} {HOW} --cuda-graphs --plan --steps --output -o",
+    "fit": f"{TARGET} {GOAL} {HOW} --cuda-graphs --references --plan --steps --output -o",
     "plan": f"{TARGET} {GOAL} {HOW} --sweep --all --decisions --output -o",
     "profile": f"{TARGET} --segments --executor --accumulate --all --output -o --plots",
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "

@@ -51,6 +51,7 @@ def fit(
     executor: options.Executor = None,
     min_tensor_bytes: options.MinTensorBytes = None,
     cuda_graphs: options.CudaGraphs = False,
+    references: options.References = None,
     preset: options.Preset = None,
     config: options.ConfigFile = None,
     accumulate: options.AccumulateOrPreset = None,
@@ -123,6 +124,7 @@ def fit(
                 segments=goal.segments or None,
                 accumulate=batches,
                 cuda_graphs=cuda_graphs,
+                references=[name.strip() for name in (references or "").split(",") if name.strip()],
                 progress=session.progress,
                 **goal.plan_options(),
             )

@@ -198,6 +198,16 @@ CudaGraphs = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
+References = Annotated[
+    str | None,
+    typer.Option(
+        "--references",
+        metavar="NAMES",
+        help="Time these beside the plan: eager (the step as it is), compiled (the whole step by "
+        "torch.compile), or both: eager,compiled.",
+        rich_help_panel=_HOW,
+    ),
+]
 Accumulate = Annotated[
     int,
     typer.Option(

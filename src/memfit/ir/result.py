@@ -48,6 +48,23 @@ class BaselineResult:
 
 
 @dataclass(frozen=True)
+class ReferenceResult:
+    """A step without memfit, timed in turn with the planned one; `why_not` where it did not run.
+
+    `planned_ratio` is the planned step's time over its own, `eager_ratio` its own over that of the
+    eager step, where that was measured as well.
+    """
+
+    peak_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    step_s_spread: float | None = None
+    planned_ratio: float | None = None
+    eager_ratio: float | None = None
+    why_not: str | None = None
+
+
+@dataclass(frozen=True)
 class Predicted:
     """What the plan said."""
 
@@ -99,7 +116,7 @@ class Result:
     plan_s: float
     verdict: str
     minimum_feasible_bytes: int
-    references: dict[str, Any] | None = None
+    references: dict[str, ReferenceResult | None] | None = None
     swap: SwapStatistics | None = None  # of the timed steps, when the plan moves something
     rounds: int = 1
     proof_s: float = 0.0  # of comparing numbers and timing steps, when the plan was ready

@@ -160,8 +160,26 @@ def _facts(result: Result, plan: Plan, rates: CopyRates | None) -> list[tuple[st
             f"at most {result.predicted.gap:.2%} above the proven least time",
         ),
     ]
+    rows += reference_rows(result)
     if result.measured.retries:
         rows.append(("retries", f"the allocator retried {result.measured.retries} times"))
+    return rows
+
+
+def reference_rows(result: Result) -> list[tuple[str, str | Text]]:
+    """The steps without memfit that were measured beside the plan, one row each."""
+    rows: list[tuple[str, str | Text]] = []
+    for name, found in (result.references or {}).items():
+        if found is None:
+            continue
+        if found.step_s is None or found.peak_bytes is None or found.planned_ratio is None:
+            rows.append((name, f"not measured: {found.why_not}"))
+            continue
+        spread = f" ± {format_seconds(found.step_s_spread)}" if found.step_s_spread else ""
+        words = [f"{format_seconds(found.step_s)}{spread}, peak {format_bytes(found.peak_bytes)}"]
+        words += [] if found.eager_ratio is None else [f"{ratio(found.eager_ratio)} the eager step"]
+        words.append(f"the planned step takes {ratio(found.planned_ratio)} its time")
+        rows.append((name, "; ".join(words)))
     return rows
 
 
