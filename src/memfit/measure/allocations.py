@@ -167,9 +167,8 @@ class _CudaRecorder:
             snapshot = torch.cuda.memory._snapshot()
         finally:
             history(enabled=None)
-        index = self.device.index
-        if index is None:
-            index = torch.cuda.current_device()
+        device = self.device
+        index = torch.cuda.current_device() if device.index is None else device.index
         events += self._read(snapshot["device_traces"][index])
 
     def _read(self, trace: list[dict[str, Any]]) -> list[Event]:
