@@ -57,6 +57,14 @@ WORKLOADS: dict[str, Target] = _of_suites() | {
     "resnet50@8": ("torchvision:resnet50", {"batch": 8}),
     "vit_b_16@4": ("torchvision:vit_b_16", {"batch": 4}),
     "gpt2@4x64": ("transformers:gpt2", {"batch": 4, "seq": 64}),
+    "gpt2@4x64, 4 layers": (
+        "transformers:gpt2",
+        {
+            "batch": 4,
+            "seq": 64,
+            "overrides": {"n_layer": "4", "n_embd": "128", "n_head": "4", "vocab_size": "2000"},
+        },
+    ),
     "gpt2@8x1024 bf16": _text("gpt2", 8, 1024),
     "gpt2-large@8x1024 bf16": _text("gpt2-large", 8, 1024),
     "gpt2-xl@4x1024 bf16": _text("gpt2-xl", 4, 1024),
@@ -125,3 +133,13 @@ def build(name: str, *, tiny: bool = False) -> Workload:
     """The workload of this name, on the GPU where there is one."""
     target, options = target_of(name, tiny=tiny)
     return resolve_target(target, device=device_here(), **options)
+
+
+def freeze_lower_half(workload: Workload) -> None:
+    """Train only the upper half of the model's blocks, and what is in no block."""
+    lists = [m for m in workload.model.modules() if isinstance(m, torch.nn.ModuleList)]
+    blocks = max(lists, key=len)
+    for block in blocks[: len(blocks) // 2]:
+        block.requires_grad_(False)
+    for group in workload.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]

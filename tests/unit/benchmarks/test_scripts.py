@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from memfit.cli.app import app
+from memfit.errors import UsageError
 
 SCRIPTS = (
     *("batch_size", "combinations", "estimates", "inside", "observe", "recipes", "swap"),
@@ -148,6 +151,63 @@ def test_a_combination_stands_beside_the_plain_step(script, capsys):
     both, one = rows["recompute + step_in_backward"], rows["recompute"]
     assert both["peak_bytes"] < one["peak_bytes"] < one["plain"]["peak_bytes"]
     assert all("step_s" in row["plain"] and row["a_a"] >= 0 for row in rows.values())
+
+
+def test_all_techniques_are_combined_and_int8_has_a_table_of_its_own(script, capsys):
+    from combinations import ALL, EVERY, FROZEN, INT8, STATE, sets_of, sets_with_int8
+
+    others = [name for name in EVERY if name != INT8]
+    sets = sets_of(others)
+    assert len(sets) == 2 * 2 * 2 * (1 + len(STATE)) and set().union(*sets) == {*others}
+    assert all(len({*s} & {*STATE}) <= 1 for s in sets)
+    with_int8 = sets_with_int8(others)
+    assert with_int8[0] == [] and all(s[-1] == INT8 for s in with_int8[1:])
+    assert len(with_int8) == 2 + len(others) + len(STATE)
+    script("combinations", "--estimate", "--techniques", ALL)
+    said = capsys.readouterr().out
+    frozen = said.count(FROZEN)
+    assert frozen == 3 * len(with_int8) and said.count(f"{GPT2}, module: ") == 3 * len(sets)
+
+
+@pytest.mark.parametrize("state", ["optim_8bit", "optim_bf16_sr"])
+def test_a_combination_with_the_batch_in_parts_runs_the_parts(script, monkeypatch, state):
+    import combinations
+
+    from memfit.fitted import Fitted
+
+    batches = []
+    step = Fitted.step
+    monkeypatch.setattr(Fitted, "step", lambda f, b, **k: (batches.append(b), step(f, b, **k))[1])
+    monkeypatch.setattr(combinations, "sets_of", lambda names: [[], [*names]])
+    words = ["--tiny", "--steps", "1", "--techniques", "tiled_loss", state, "microbatch"]
+    path = script("combinations", *words, "--activations", "kept")
+    report = json.loads(path.read_text())
+    rows = report["workloads"][f"{GPT2}, module"]["rows"]
+    assert list(rows) == ["plain", f"tiled_loss + {state} + microbatch"]
+    assert all("error" not in row for row in rows.values()) and batches
+    assert rows[f"tiled_loss + {state} + microbatch"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    assert ("seconds are noisy" in path.with_suffix(".md").read_text()) != torch.cuda.is_available()
+
+
+def test_int8_weights_are_combined_where_half_of_the_blocks_is_frozen(script):
+    from combinations import FROZEN, INT8
+
+    words = ["--tiny", "--steps", "1", "--techniques", INT8, "--activations", "offload"]
+    report = json.loads(script("combinations", *words).read_text())
+    assert list(report["workloads"]) == [f"{GPT2}, module, {FROZEN}"]
+    rows = report["workloads"][f"{GPT2}, module, {FROZEN}"]["rows"]
+    assert list(rows) == ["offload", f"offload + {INT8}"]
+    assert all("error" not in row for row in rows.values())
+
+
+def test_a_batch_norm_refuses_parts_of_the_batch(monkeypatch):
+    import combinations
+    from workloads import build
+
+    arguments = argparse.Namespace(executor="module", tiny=True, steps=1)
+    monkeypatch.setattr(combinations, "build", lambda name, tiny: build("resnet50@8", tiny=tiny))
+    with pytest.raises(UsageError, match="microbatch: batch norm"):
+        combinations.Measured(GPT2, arguments).measure("kept", ["microbatch"])
 
 
 def test_loops_of_one_plan_count_their_own_repetitions(monkeypatch):
