@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.errors import UsageError
 from memfit.ir.replay import Replay
 from memfit.ir.step_graph import CATEGORIES
+from memfit.report.html.chart_data import curve_data
 from memfit.report.run_report import RunReport
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ COLOURS = {
     "activations": "#2a9d8f",
     "temporaries": "#c2569b",
 }
+MARKED_PHASES = ("forward", "backward", "optimizer")
 MARKERS = "os^Dvx_"
 KINDS = ("png", "svg")
 GIB, MIB = 2**30, 2**20
@@ -55,8 +57,9 @@ def write_plots(report: RunReport, folder: Path) -> list[Path]:
 
     with matplotlib.rc_context(STYLE):
         figures = {"memory": _memory(report), "peaks": _peaks(report)}
-        if report.curve:
-            figures["budgets"] = _budgets(report)
+        curve = curve_data(report)
+        if curve is not None:
+            figures["budgets"] = _budgets(curve)
         written = []
         for name, figure in figures.items():
             for kind in KINDS:
@@ -81,14 +84,13 @@ def _memory(report: RunReport) -> Figure:
     for axes in (above, below):
         axes.set_ylabel(f"memory, {unit}")
         if report.plan.budget_bytes is not None:
-            axes.axhline(report.plan.budget_bytes / size, color="#c4161c", dashes=(5, 3), lw=1.2)
+            budget = report.plan.budget_bytes / size
+            axes.axhline(budget, color="#c4161c", dashes=(5, 3), lw=1.2, label="budget")
     below.set_xlabel("time, ms")
     handles, names = above.get_legend_handles_labels()
     for handle, name in zip(*below.get_legend_handles_labels(), strict=True):
         if name not in names:
             handles, names = [*handles, handle], [*names, name]
-    if report.plan.budget_bytes is not None:
-        handles, names = [*handles, above.lines[0]], [*names, "budget"]
     figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
     return figure
 
@@ -101,10 +103,25 @@ def _stack(axes: Axes, replay: Replay, size: int, title: str) -> None:
     colours = [COLOURS[name] for name in shown]
     labels = [name.replace("_", " ") for name in shown]
     axes.stackplot(times, *curves, colors=colours, labels=labels, step="post", lw=0)
-    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_title(title, loc="left", fontsize=9, pad=12)
     axes.margins(x=0)
+    for phase, seconds in phase_starts(replay):
+        axes.axvline(seconds * 1e3, color="0.35", lw=0.7, dashes=(1, 2))
+        side = "right" if seconds > 0.85 * replay.seconds else "left"
+        place: Any = {"xycoords": ("data", "axes fraction"), "va": "bottom", "ha": side}
+        axes.annotate(phase, (seconds * 1e3, 1.0), fontsize=7, **place)
     axes.grid(axis="y", lw=0.4, alpha=0.5)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def phase_starts(replay: Replay) -> list[tuple[str, float]]:
+    """The phases of the step and the seconds at which they begin."""
+    found: dict[str, float] = {}
+    for position, name in replay.places:
+        for phase in MARKED_PHASES:
+            if name == phase or name.startswith(f"{phase} "):
+                found.setdefault(phase, replay.seconds_at(position))
+    return list(found.items())
 
 
 def _peaks(report: RunReport) -> Figure:
@@ -130,21 +147,18 @@ def _peaks(report: RunReport) -> Figure:
     return figure
 
 
-def _budgets(report: RunReport) -> Figure:
+def _budgets(data: dict[str, Any]) -> Figure:
     figure, axes = _figure(1, 3.4)
-    size, unit = byte_unit(max(row.budget_bytes for row in report.curve))
-    for number, strategy in enumerate(report.curve[0].plans):
-        points = [
-            (row.budget_bytes / size, plan.predicted.step_s / plan.baseline_step_s)
-            for row in report.curve
-            if (plan := row.plans[strategy]) is not None
-        ]
+    budgets = [p["budget"] for series in data["series"] for p in series["points"]]
+    size, unit = byte_unit(max(budgets, default=0))
+    for number, series in enumerate(data["series"]):
+        points = [(p["budget"] / size, p["ratio"]) for p in series["points"]]
         if points:
             marker = MARKERS[number % len(MARKERS)]
-            axes.plot(*zip(*points, strict=True), marker=marker, ms=4, lw=1.2, label=strategy)
-    result = report.result
-    if result is not None and result.measured.time_ratio is not None:
-        at = result.budget_bytes / size, result.measured.time_ratio
+            axes.plot(*zip(*points, strict=True), marker=marker, ms=4, lw=1.2, label=series["name"])
+    measured = data["measured"]
+    if measured is not None:
+        at = measured["budget"] / size, measured["ratio"]
         axes.plot(*at, "k+", ms=11, mew=2, label="measured")
     axes.set_xlabel(f"budget, {unit}")
     axes.set_ylabel("time / before")
