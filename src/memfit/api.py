@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from memfit.attempts import hold_whole_step, plan_whole_step
 from memfit.capture.compilable import profile_compilable
+from memfit.config import Config
 from memfit.errors import InfeasibleError, NumbersWarning, UsageError
 from memfit.fitted import Fitted
 from memfit.holding import Held
@@ -38,6 +40,7 @@ from memfit.runtime.setup import Setup
 from memfit.runtime.signature import describe
 from memfit.runtime.split import part_of
 from memfit.runtime.swap.host_memory import default_host_budget
+from memfit.starting import started
 from memfit.units import format_bytes, parse_bytes
 from memfit.verify.references import check_references, measure_references
 from memfit.whole_step import Measure, Whole, beside
@@ -93,6 +96,7 @@ def _noting(profile: Profile, note: str | None) -> Profile:
     return replace(profile, notes=(*profile.notes, note))
 
 
+@started
 def plan(
     what: Workload | Profile,
     budget: str | int | None = None,
@@ -108,6 +112,8 @@ def plan(
     executor: str | None = None,
     min_tensor_bytes: str | int = 0,
     profiled: Profile | None = None,
+    preset: str | None = None,
+    config: Config | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Find the fastest way to run the step within `budget` bytes.
@@ -116,6 +122,8 @@ def plan(
 
     Without `allow` it recomputes, and where that cannot hold the budget all other exact techniques
     are tried. `activation_reduction=0.40` asks for 40 % less activation memory instead of a budget.
+    What is not given comes from `config`, a file such as "mine.toml" or a `memfit.config.Config`,
+    and then from `preset`, such as "balanced"; "+name" in `allow` adds to their techniques.
     InfeasibleError names the smallest possible budget and what stands in the way.
     """
     if budget is not None:
@@ -194,12 +202,14 @@ def fit(
 ) -> Fitted:
     """Profile, plan, run and verify; return a step that holds the budget.
 
-    Options are those of `fit_workload`.
+    Options are those of `fit_workload`; `preset="balanced"` or `config="mine.toml"` is where it
+    starts from, and what is given beside them goes first.
     """
     workload = Workload(model, loss_fn, optimizer, batch, name=name, scaler=scaler)
     return fit_workload(workload, budget, **options)
 
 
+@started
 @reused()
 @only_new_garbage()
 def fit_workload(
@@ -222,9 +232,14 @@ def fit_workload(
     accumulate: int = 1,
     cuda_graphs: bool | None = False,
     references: Sequence[str] = (),
+    preset: str | None = None,
+    config: Config | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Fitted:
     """Like `fit`, for a Workload; `plan` executes a given plan instead of making one.
+
+    `preset` and `config` are as in `memfit.plan`; a budget of "auto" leaves it to them. Their
+    batch, seq, dtype and optimizer are left out, as a warning says: the workload has its own.
 
     `profiled` is a profile of this very workload, if there is one; a set-up that was at work then
     is at work again, and no other is tried. `steps` are timed. `accumulate` is how many batches

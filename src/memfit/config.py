@@ -1,13 +1,14 @@
 """Named starting points for a fit, and files that keep one: typed, checked, TOML or JSON.
 
 A preset says how far a fit may go, a recipe what a model of a size needs on a card of a size.
-What is given beside one (on the command line) goes before it.
+What is given beside one goes before it.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,30 @@ def named(name: str) -> Config:
     if name not in known:
         raise UsageError(f"unknown preset {name!r}", hint=f"one of: {', '.join(known)}")
     return known[name]
+
+
+def starting_point(
+    preset: str | None,
+    config: Config | str | Path | None,
+    *,
+    strategy: str | None = None,
+    allow: str | Sequence[str] | None = None,
+) -> Config:
+    """What a preset and a configuration, or the file of one, leave to start from.
+
+    The configuration goes before the preset, and a `strategy` that is given before both; techniques
+    that are given replace theirs, or are added where they begin with +.
+    """
+    base = load(Path(config)) if isinstance(config, str | Path) else config or Config()
+    if not isinstance(base, Config):
+        raise UsageError(
+            f"config is a {type(base).__name__}",
+            hint='a file such as "mine.toml" or a memfit.config.Config; names are for preset',
+        )
+    base = base if strategy is None else base.for_strategy(strategy)
+    names = allow.split(",") if isinstance(allow, str) else allow or ()
+    base = Config(allow=tuple(name.strip() for name in names)).over(base)
+    return base if preset is None else base.over(named(preset))
 
 
 def load(path: Path) -> Config:

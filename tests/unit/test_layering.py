@@ -48,11 +48,14 @@ ALLOWED: dict[str, set[str]] = {
     "fitted": BASE | {"ir", "workload", "measure", "runtime"},
     "observe": BASE | {"ir", "workload", "measure", "runtime", "capture", "report", "fitted"},
     "config": BASE | {"planning"},
+    "starting": BASE | {"ir", "workload", "measure", "config"},
     "whole_step": BASE | {"ir", "workload", "planning", "runtime", "verify"},
     "holding": BASE | {"ir", "workload", "capture", "planning", "runtime", "verify"},
     "attempts": BASE | {"ir", "workload", "planning", "runtime", "whole_step", "holding"},
     "proof": BASE | {"ir", "workload", "holding", "planning", "runtime", "verify"},
-    "api": BASE | STAGES | {"fitted", "whole_step", "holding", "attempts", "proof"},
+    "api": BASE
+    | STAGES
+    | {"config", "starting", "fitted", "whole_step", "holding", "attempts", "proof"},
     "__init__": BASE | STAGES | {"api", "observe", "train"},
     "train": BASE | {"ir", "workload", "measure", "planning", "runtime", "api"},
     "bench": BASE | STAGES | {"fitted", "api", "train", "__init__"},

@@ -21,12 +21,9 @@ def started(
     """
     if preset is None and file is None:
         return what, goal, _first(accumulate, 1)
-    from memfit.config import Config, load, named
+    from memfit.config import starting_point
 
-    base = Config() if file is None else load(file)
-    base = base if goal.strategy is None else base.for_strategy(goal.strategy)
-    base = Config(allow=tuple(goal.allowed_names)).over(base)
-    base = base if preset is None else base.over(named(preset))
+    base = starting_point(preset, file, strategy=goal.strategy, allow=goal.allowed_names)
     what = replace(
         what,
         batch=_first(what.batch, base.batch),
