@@ -1,4 +1,11 @@
-"""Frozen weights lie on the device in int8 and are made whole when they are used."""
+"""Frozen weights lie on the device in int8 and are made whole when they are used.
+
+For phases that only run forward those that are trained can, too, such as an evaluation between
+epochs; the exact weights are back, bit for bit, when the block is left:
+
+    with Int8Weights(model, forward_only=True), torch.no_grad():
+        evaluate(model)
+"""
 
 from __future__ import annotations
 

@@ -152,14 +152,42 @@ def test_bytes(model: Any) -> None:
         assert footprint.working_bytes == 512 * 512 * (4 + 2)
 
 
-def test_forward_only_takes_trained_weights(model: Any) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_in_training_is_evaluated_in_int8(model: Any, mode: Any) -> None:
+    """Its next steps are those of a copy that was never in int8."""
     model.requires_grad_(True)
-    with Int8Weights(model, forward_only=True):
-        with torch.no_grad():
+    plain = copy.deepcopy(model)
+    expected = rounded(model, Int8Weights(model, forward_only=True))(TOKENS)
+
+    def train(trained: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        trained(TOKENS).square().mean().backward()
+        optimizer.step()
+
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, plain)]
+    with Int8Weights(model, forward_only=True) as int8, mode():
+        assert torch.equal(model(TOKENS), expected)
+        assert int8.modules.keys() == {"embedding", "conv", "linear", "head"}
+    for _ in range(2):
+        train(model, optimizers[0])
+        train(plain, optimizers[1])
+        with Int8Weights(model, forward_only=True), mode():
             model(TOKENS)
-        with pytest.raises(UsageError, match="trained"):
-            model(TOKENS)
+    assert all(map(torch.equal, model.parameters(), plain.parameters())), "bit for bit"
+
+
+def test_training_in_an_evaluation_by_int8_is_refused_and_changes_nothing(model: Any) -> None:
+    model.requires_grad_(True)
+    before = copy.deepcopy(model.state_dict())
+    with (
+        pytest.raises(UsageError, match="is trained ran forward") as refused,
+        Int8Weights(model, forward_only=True),
+    ):
+        model(TOKENS)
+    assert "torch.no_grad()" in str(refused.value.hint)
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
     model(TOKENS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_the_fused_encoder_layer_is_not_taken() -> None:
