@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from memfit.measure.memory import Peak
 from memfit.measure.step import run_step
 from memfit.measure.timing import Inside
 from memfit.runtime.calls import Forward, replaced_forward
+from memfit.runtime.compile.whole import compiled_whole as whole_step_compiled
+from memfit.runtime.compile.whole import own_code
 from memfit.workload import Workload
 
 
@@ -45,11 +46,7 @@ def compiled_whole(
 ) -> Prepared:
     """Loss and model compiled as one; `context` stands around every step, compiling included."""
 
-    def loss(batch: Any) -> torch.Tensor:
-        return workload.loss_fn(workload.model, batch)
-
-    compiled: Any = torch.compile(own_code(loss), dynamic=False, mode=mode)
-    whole = replace(workload, loss_fn=lambda model, batch: compiled(batch))
+    whole = whole_step_compiled(workload, mode)
     return Prepared(Inside(context, partial(run_step, whole)), partial(total_static, workload))
 
 
@@ -100,12 +97,6 @@ def memory_budget(budget: float | None) -> AbstractContextManager[Any]:
     if budget is None:
         return nullcontext()
     return functorch_config.patch(activation_memory_budget=budget)
-
-
-def own_code(function: Any) -> Any:
-    """The function with a code object of its own: dynamo keeps compiled code by code object."""
-    code = function.__code__.replace(co_name=f"{function.__name__}_{id(object())}")
-    return FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
 def _call_forward(forward: Any, args: Any, kwargs: Any) -> Any:
