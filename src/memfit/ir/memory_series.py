@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from memfit.errors import UsageError
 from memfit.ir.codec import from_data, to_data
+from memfit.ir.file_check import of_version
 
 SCHEMA_VERSION = 1
 MB = 2**20
@@ -190,8 +191,7 @@ class MemorySeries:
         """Read a series that `export_json` wrote."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(f"it has no schema_version {SCHEMA_VERSION}")
+            of_version(data, SCHEMA_VERSION)
             data.pop("summary", None)  # derived: made again
             return from_data(MemorySeries, data)
         except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memfit.errors import ProfileFileError
 from memfit.ir.codec import from_data, unpacked
+from memfit.ir.file_check import fault_in_profile, of_version
 from memfit.ir.joint_graph import JointGraph, Variant
 from memfit.ir.step_graph import StepGraph
 
@@ -160,9 +161,7 @@ class Profile:
             ) from error
         try:
             data = json.loads(content)
-            if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(f"it has no schema_version {SCHEMA_VERSION}")
-            profile = from_data(Profile, data)
+            profile = from_data(Profile, of_version(data, SCHEMA_VERSION))
         except (ValueError, TypeError) as error:
             raise ProfileFileError(
                 f"{str(path)!r} is not a whole memfit profile: {error}",
@@ -174,5 +173,10 @@ class Profile:
                 f"the profile {str(path)!r} is empty: {len(profile.graph.calls)} segments, "
                 f"{len(profile.call_times)} of them timed",
                 hint="profile a step that trains something: memfit profile TARGET -o DIR",
+            )
+        if (fault := fault_in_profile(profile)) is not None:
+            raise ProfileFileError(
+                f"the profile {str(path)!r} is of no step: it {fault}",
+                hint="the file was edited: profile again, memfit profile TARGET -o DIR",
             )
         return profile

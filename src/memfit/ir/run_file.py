@@ -10,6 +10,7 @@ from typing import Any
 from memfit.errors import RunFileError
 from memfit.ir.codec import from_data, to_data, unpacked
 from memfit.ir.ended import VERDICTS, NoResult
+from memfit.ir.file_check import fault_in_profile, fault_in_result, of_version
 from memfit.ir.plan import SCHEMA_VERSION as PLAN_VERSION
 from memfit.ir.plan import Plan
 from memfit.ir.plan_check import fault_in
@@ -63,9 +64,7 @@ class RunFile:
             ) from error
         try:
             data = json.loads(text)
-            if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(f"it has no schema_version {SCHEMA_VERSION}")
-            return _read(data)
+            return _read(of_version(data, SCHEMA_VERSION))
         except (ValueError, TypeError) as error:
             raise RunFileError(
                 f"{str(path)!r} is not the result of a fit: {error}",
@@ -82,7 +81,7 @@ def _read(data: dict[str, Any]) -> RunFile:
         data["swap"] = {name: value for name, value in swap.items() if name in known}
     refused = data.get("verdict") in VERDICTS
     return RunFile(
-        None if refused else from_data(Result, data),
+        None if refused else _whole_result(data),
         None if plan is None else _whole_plan(plan),
         None if profile is None else _whole_profile(profile, "profile"),
         None if plain is None else _whole_profile(plain, "plain profile"),
@@ -91,33 +90,25 @@ def _read(data: dict[str, Any]) -> RunFile:
     )
 
 
-def _of_version(data: Any, version: int, name: str) -> Any:
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    if found != version:
-        raise ValueError(f"its {name} has schema_version {found!r}, not {version}")
-    return data
-
-
 def _whole_plan(data: Any) -> Plan:
     """The plan; ValueError where no model could run it."""
-    plan = from_data(Plan, _of_version(data, PLAN_VERSION, "plan"))
+    plan = from_data(Plan, of_version(data, PLAN_VERSION, "plan"))
     if (fault := fault_in(plan)) is not None:
         raise ValueError(f"its plan cannot be run: {fault}")
     return plan
 
 
 def _whole_profile(data: Any, name: str) -> Profile:
-    """The profile; ValueError where it names calls, blocks or graphs that it does not hold."""
-    profile = from_data(Profile, _of_version(data, PROFILE_VERSION, name))
-    calls, blocks = profile.graph.calls, profile.graph.blocks
-    named = {
-        "blocks": (len(blocks), [n for c in calls for n in (*c.args, *c.linked, *c.held.values())]),
-        "calls": (len(calls), [n for b in blocks for n in (b.call, *(h.call for h in b.holds))]),
-        "graphs": (len(profile.graphs), [c.graph for c in calls]),
-    }
-    for what, (count, numbers) in named.items():
-        if max(numbers, default=-1) >= count:
-            raise ValueError(f"its {name} names {what} up to {max(numbers)} and holds {count}")
-    if len(profile.call_times) != len(calls):
-        raise ValueError(f"its {name} times {len(profile.call_times)} of {len(calls)} calls")
+    """The profile; ValueError where it is of no step."""
+    profile = from_data(Profile, of_version(data, PROFILE_VERSION, name))
+    if (fault := fault_in_profile(profile)) is not None:
+        raise ValueError(f"its {name} {fault}")
     return profile
+
+
+def _whole_result(data: Any) -> Result:
+    """The result; ValueError where it has numbers that no fit comes to."""
+    result = from_data(Result, data)
+    if (fault := fault_in_result(result)) is not None:
+        raise ValueError(f"it {fault}")
+    return result

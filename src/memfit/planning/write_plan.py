@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memfit.errors import PlanFileError
 from memfit.ir.plan import KEEP, OFFLOAD, PARTIAL, RECOMPUTE, Plan, SegmentPlan, VariantPlan
 from memfit.ir.step_graph import Call
 from memfit.planning.acts import Act, Away, Pick, Send, calls_of
@@ -41,6 +42,13 @@ def read_acts(simulator: Simulator, plan: Plan) -> tuple[Act, ...]:
         elif segment.decision in (PARTIAL, OFFLOAD) and segment.variant is not None:
             number = simulator.graph.calls[index].graph
             graph, variant = simulator.profile.graphs[number], plan.variants[segment.variant]
+            lost = {*variant.saved, *variant.offloaded} - graph.index.keys()
+            if lost:
+                raise PlanFileError(
+                    f"the plan keeps {min(lost)!r} of a {variant.kind}, whose graph has no such "
+                    f"tensor among its {len(graph.nodes)}",
+                    hint="give files of one fit, or plan again: --budget B",
+                )
             saved, moved = (
                 [graph.index[n] for n in names] for names in (variant.saved, variant.offloaded)
             )

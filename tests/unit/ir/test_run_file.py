@@ -99,7 +99,9 @@ def test_a_fit_without_a_result_is_read_as_it_was_written(profile: Profile, tmp_
     [
         ("{", "Expecting"),
         ("[]", "schema_version"),
-        ('{"schema_version": 99}', "schema_version 1"),
+        ('{"schema_version": 99}', "schema_version 99, not 1: a newer memfit"),
+        ('{"schema_version": 0}', "schema_version 0, not 1"),
+        ('{"schema_version": true}', "schema_version True, not 1"),
         ('{"schema_version": 1}', "has no 'workload'"),
         ('{"schema_version": 1, "verdict": "infeasible"}', "NoResult has no 'error'"),
     ],
@@ -130,6 +132,16 @@ def _cut(data: Any, *path: str, to: int) -> None:
         (lambda d: _cut(d, "profile", "graph", "blocks", to=3), "and holds 3"),
         (lambda d: _cut(d, "profile", "graph", "calls", to=1), "and holds 1"),
         (lambda d: _cut(d, "plain", "call_times", to=1), "its plain profile times 1 of"),
+        (lambda d: d["measured"].update(step_s=float("nan")), "nan as measured.step_s"),
+        (lambda d: d["measured"].update(time_ratio=0), "0.0 as measured.time_ratio"),
+        (lambda d: d["predicted"].update(time_ratio=-1.0), "-1.0 as predicted.time_ratio"),
+        (lambda d: d["baseline"].update(peak_bytes=0), "0 as baseline.peak_bytes, which must be"),
+        (lambda d: d["predicted"].update(gap=float("inf")), "inf as predicted.gap"),
+        (lambda d: d["profile"].update(step_s=0), "its profile has 0.0 as step_s"),
+        (lambda d: d["profile"]["call_times"][0].update(forward_s=-1), "call_times[0].forward_s"),
+        (lambda d: d["profile"].update(accumulate=0), "0 as accumulate"),
+        (lambda d: d["profile"]["graph"].update(length=1), "whose parts end at"),
+        (lambda d: d["profile"]["graph"]["blocks"][0].update(bytes=-1), "-1 as block 0, bytes"),
     ],
 )
 def test_a_run_whose_parts_were_changed_is_refused(
@@ -141,6 +153,24 @@ def test_a_run_whose_parts_were_changed_is_refused(
     with pytest.raises(RunFileError, match="not the result of a fit") as caught:
         RunFile.load(tmp_path / "run.json")
     assert said in caught.value.message and caught.value.hint
+
+
+def test_a_graph_without_its_nodes_is_refused(tmp_path: Path) -> None:
+    """The plan's tensors were looked up in it: a KeyError."""
+    text = gzip.decompress((GOLDEN / "gpt2_large_set_up.profile.json.gz").read_bytes())
+    data = json.loads(text)
+    data["graphs"][0]["nodes"] = []
+    (tmp_path / "profile.json").write_text(json.dumps(data))
+    with pytest.raises(ProfileFileError, match=r"is of no step: it names nodes up to .* has 0"):
+        Profile.load(tmp_path / "profile.json")
+
+
+def test_numbers_that_may_be_unlimited_are_read(run: RunFile, tmp_path: Path) -> None:
+    assert run.result is not None
+    numerics = replace(run.result.numerics, grad_max_rel_diff=float("inf"))
+    apart = replace(run, result=replace(run.result, numerics=numerics))
+    apart.save(tmp_path / "run.json")
+    assert RunFile.load(tmp_path / "run.json") == apart
 
 
 def test_a_missing_run_is_refused(tmp_path: Path) -> None:

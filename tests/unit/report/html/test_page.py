@@ -9,8 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from memfit.errors import PlanFileError
 from memfit.ir.ended import INFEASIBLE, NoResult
 from memfit.ir.plan import TechniqueChoice
+from memfit.planning.simulate import Simulator
+from memfit.planning.write_plan import HAS_ROOM, NO_ROOM, read_acts, without_room
 from memfit.report.html.chart_data import curve_data
 from memfit.report.html.ended import ended_page
 from memfit.report.html.facts import categories, category_checks, comparison, tiles
@@ -181,6 +184,9 @@ def test_the_nearest_plan_stands_at_what_it_takes(run: RunReport) -> None:
     assert found is not None and found["budget"] == 10**9
     assert found["chosen"]["budget"] == run.plan.predicted.reserved_bytes > 10**9
     assert found["chosen"]["name"].startswith("nearest plan")
+    nearest = without_room(plan.segments)
+    rooms = [s.reason == HAS_ROOM for s in plan.segments]
+    assert any(rooms) and [s.reason == NO_ROOM for s in nearest] == rooms
     held = curve_data(run)
     assert held is not None and held["chosen"]["budget"] == held["budget"] == run.plan.budget_bytes
     assert held["chosen"]["name"] == "this plan"
@@ -190,3 +196,14 @@ def test_a_report_without_a_curve_has_no_place_for_one(run: RunReport) -> None:
     made = replace(run, curve=())
     assert "curve" not in Text(html_page(made)).sections
     assert page_data(made)["curve"] is None
+
+
+def test_a_plan_that_keeps_tensors_of_no_graph_is_refused(run: RunReport) -> None:
+    """A KeyError, where the graph's nodes have other names."""
+    variants = tuple(replace(v, saved=("nothing",), offloaded=()) for v in run.plan.variants)
+    plan = replace(run.plan, variants=variants)
+    partial = [replace(s, decision="partial") for s in plan.segments if s.variant is not None]
+    plan = replace(plan, segments=(*plan.segments[: -len(partial)], *partial))
+    with pytest.raises(PlanFileError, match="keeps 'nothing'") as caught:
+        read_acts(Simulator(run.profile), plan)
+    assert caught.value.hint
