@@ -323,3 +323,21 @@ def test_without_matplotlib_nothing_runs_unless_charts_are_left_out(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = memfit("bench", *TARGET, "--systems", "eager", "-o", tmp_path / "b.json")
     assert result.exit_code == 2 and "--no-charts" in result.stderr
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    memfit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "interrupted" alone, and nothing of what is stored."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memfit.bench.suite.run_cells", interrupted)
+    monkeypatch.setattr("sys.argv", ["memfit", "bench", "encoder", "--only", "* | eager"])
+    words = [*TARGET, "--batch", "2", "--systems", "eager", *QUICK, "-o", tmp_path / "b.json"]
+    result = memfit("bench", *words)
+    assert result.exit_code == 130
+    assert f"what has run is in {tmp_path / 'b.json'}" in result.stderr
+    assert "to go on with the rest: memfit bench encoder --only '* | eager'" in result.stderr
+    assert result.stderr.endswith("interrupted\n")

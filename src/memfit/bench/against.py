@@ -14,26 +14,28 @@ PEAK_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """One cell then and now. `worse` says what got worse, `better` what got better."""
+    """One cell then and now; None: not in that run. `worse` and `better` say what got so."""
 
     key: str
-    before: Cell
+    before: Cell | None
     now: Cell | None
     worse: tuple[str, ...] = ()
     better: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """One of: worse, better, same, not run."""
+        """One of: worse, better, same, not run, new, in neither."""
         if self.now is None:
-            return "not run"
+            return "in neither" if self.before is None else "not run"
+        if self.before is None:
+            return "new"
         return "worse" if self.worse else "better" if self.better else "same"
 
 
 def compare(
     before: BenchReport, now: BenchReport, wanted: Sequence[str], tolerance: float = TIME_TOLERANCE
 ) -> list[Change]:
-    """Every cell of the earlier report that is wanted now, beside the new one.
+    """Every cell that is wanted now, in both reports; those that the earlier one has come first.
 
     Times differ when their ratio moves by more than `tolerance` and more than both runs' noise.
     """
@@ -47,7 +49,10 @@ def compare(
             if before.cells
             else "the earlier one has no cells at all",
         )
-    return [_change(cell, now.find(cell.workload, cell.system), tolerance) for cell in found]
+    here = {cell.key: cell for cell in now.cells}
+    there = {cell.key for cell in found}
+    changes = [_change(cell, here.get(cell.key), tolerance) for cell in found]
+    return changes + [Change(key, None, here.get(key)) for key in wanted if key not in there]
 
 
 def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:
@@ -62,15 +67,21 @@ def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:
 
 def change_lines(changes: Sequence[Change]) -> list[str]:
     """The comparison in words, what got worse first."""
-    order = ("worse", "better", "not run")
+    alone = {
+        "not run": "in the earlier run only",
+        "new": "in this run only",
+        "in neither": "in neither run yet",
+    }
     lines = [
-        f"{name}: {c.key}: {'; '.join((*c.worse, *c.better)) or 'in the earlier run only'}"
-        for name in order
+        f"{name}: {c.key}: {'; '.join((*c.worse, *c.better)) or alone[name]}"
+        for name in ("worse", "better", *alone)
         for c in changes
         if c.verdict == name
     ]
     same = sum(c.verdict == "same" for c in changes)
-    return [*lines, f"{len(changes)} cells compared, {same} as they were"]
+    both = sum(c.verdict not in alone for c in changes)
+    missing = f", {len(changes) - both} not compared" if both < len(changes) else ""
+    return [*lines, f"{both} cells compared, {same} as they were{missing}"]
 
 
 def _change(before: Cell, now: Cell | None, tolerance: float) -> Change:

@@ -6,6 +6,8 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -259,7 +261,8 @@ def bench(
         if not no_charts:
             check_charts()
         end = None if time_limit is None else begun + time_limit
-        report, left = _run(session, asked, cells, output, verbose, end)
+        with _resumable(session, output):
+            report, left = _run(session, asked, cells, output, verbose, end)
         changes: list[Change] = []
         said: list[str] = []
         if before is not None:
@@ -289,6 +292,19 @@ def _render(session: Session, path: Path, *, charts: bool) -> None:
         session.emit({"files": files})
     else:
         session.line(f"written: {', '.join(files)}")
+
+
+@contextmanager
+def _resumable(session: Session, output: Path) -> Iterator[None]:
+    """Where the run is interrupted inside, say how to go on with it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        session.quiet()
+        again = shlex.join(["memfit", *sys.argv[1:]])
+        for line in (f"what has run is in {output}", f"to go on with the rest: {again}"):
+            typer.echo(line, err=True)
+        raise
 
 
 def _check_output(output: Path) -> None:
@@ -391,11 +407,13 @@ def _show(
     files: list[Path],
     left: list[str],
 ) -> None:
+    from rich.text import Text
+
     from memfit.bench.order import UNKNOWN_CELL_S
     from memfit.bench.report.tables import conclusion, sections
+    from memfit.bench.report.terminal import shown_table
     from memfit.bench.verdict import judge, verdict_lines
     from memfit.ir.codec import to_data
-    from memfit.report.terminal import columns
 
     names = dict.fromkeys(c.workload.name for c in cells)
     if session.as_json:
@@ -415,11 +433,11 @@ def _show(
             title = f"{section.title}: {table.title}" if table.title else section.title
             if number and section.title in names:
                 continue  # plans and parts of the peak are in the files
-            ends = [table.columns[0], table.columns[-1]]
-            shown = columns(*table.columns, wrap=ends, title=title)
-            for row in table.rows:
-                shown.add_row(*row)
+            shown, remarks = shown_table(table)
+            session.line(Text(title, style="bold"))
             session.show(shown)
+            for line in remarks:
+                session.line(line)
         for line in section.lines:
             session.line(line)
     for line in [*conclusion(report), *said]:

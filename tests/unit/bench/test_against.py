@@ -78,6 +78,20 @@ def test_retries_are_worse_and_a_cell_not_run_is_said(cell, report):
     assert "allocator retries 0 -> 2" in change_lines(found)[0]
 
 
+def test_cells_that_one_of_both_runs_has_not_got_are_listed(cell, report):
+    """Of those that the earlier run had not got nothing was said, and lost ones were "compared"."""
+    eager, plan, other = (cell(name, 100, 1.0) for name in ("eager", "memfit:60%", "compile"))
+    keys = [c.key for c in (eager, plan, other)]
+    found = compare(report(eager, plan), report(eager, other), [*keys, "net@8 | blocks"])
+    assert change_lines(found) == [
+        "not run: net@8 | memfit:60%: in the earlier run only",
+        "new: net@8 | compile: in this run only",
+        "in neither: net@8 | blocks: in neither run yet",
+        "1 cells compared, 1 as they were, 3 not compared",
+    ]
+    assert not any(change.worse for change in found)
+
+
 def test_nothing_in_common_is_an_error(cell, report):
     with pytest.raises(UsageError, match="none of these cells") as error:
         compare(report(cell("eager", 100, 1.0)), report(), ["other | eager"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from dataclasses import replace
@@ -9,19 +10,22 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from memfit.bench.report.charts import (
     Point,
     breakdown_chart,
-    broken,
     charts,
     check_charts,
     memory_and_time,
     sweep_chart,
 )
+from memfit.bench.report.labels import broken
 from memfit.bench.report.markdown import markdown
 from memfit.bench.report.page import page
 from memfit.bench.report.tables import (
+    SYSTEM_COLUMNS,
+    Table,
     breakdown_rows,
     largest_rows,
     part_names,
@@ -31,6 +35,7 @@ from memfit.bench.report.tables import (
     sweep_tables,
     system_rows,
 )
+from memfit.bench.report.terminal import shown_table
 from memfit.bench.workloads import named, sized
 from memfit.errors import UsageError
 from memfit.ir.bench import (
@@ -63,6 +68,22 @@ def test_a_row_for_every_system_and_one_for_the_eager_step_again(cell):
         ["compile", *["-"] * 7, "OUT OF MEMORY: no room"],
         ["deepspeed-offload", *["-"] * 7, "deepspeed is not installed"],
     ]
+
+
+def test_names_on_a_terminal_break_between_words_and_remarks_stand_below(cell, planned):
+    """A terminal of 100 columns had "checkpo" above "int", and remarks a word to a line."""
+    names = ["checkpoint-compiled", "memfit:45% allow=+tiled_loss+step_in_backward"]
+    plan = cell(names[1], 90, 1.2, planned=planned())
+    died = cell("compile", status=OUT_OF_MEMORY, reason="no room")
+    rows = system_rows([cell(names[0], 95, 27.5, noise=0.3), plan, died])
+    shown, remarks = shown_table(Table("", SYSTEM_COLUMNS, rows))
+    console = Console(width=100, file=io.StringIO())
+    console.print(shown)
+    lines = console.file.getvalue().splitlines()
+    for start in ("checkpoint-compiled", "memfit:45%", "allow=+tiled_loss", "+step_in_backward"):
+        assert any(line.split()[:1] == [start] for line in lines), start
+    assert "…" not in console.file.getvalue()
+    assert remarks == [f"{names[1]}: fit 3.00 s", "compile: OUT OF MEMORY: no room"]
 
 
 def test_remarks_name_retries_few_samples_and_another_reference(cell, planned):
@@ -236,7 +257,7 @@ def test_names_of_bars_do_not_run_into_each_other(cell):
     assert ">memfit:80% launch=graphs<" in svg and ">memfit:45% allow=+tiled_loss<" in svg
     heights = [_place(svg, line)[1] for line in ("memfit:80% launch=graphs", "+step_in_backward")]
     assert abs(heights[0] - heights[1]) > 10
-    assert broken("a" * 50) == "a" * 50 and broken("") == ""
+    assert broken("a" * 50, 30) == "a" * 50 and broken("", 30) == ""
 
 
 def test_a_category_has_one_colour_in_all_charts(cell):

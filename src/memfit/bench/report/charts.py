@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from memfit.bench.report.labels import Box, place_names
+from memfit.bench.report.labels import Box, broken, place_names
 from memfit.bench.report.tables import part_names, parts, series_of
 from memfit.bench.verdict import comparable, is_memfit, pareto_front
 from memfit.errors import UsageError
@@ -231,7 +230,9 @@ def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
         peaks = [_mb(cell) for _, cell in bars]
         axes.scatter(peaks, places, marker="|", s=320, color="black", label="measured peak")
         axes.set_xlim(min(low) * 1.08, max(*high, *peaks) * 1.08)
-        axes.set_yticks(places, [broken(label) for label, _ in bars], fontsize=_NAME_SIZE)
+        axes.set_yticks(
+            places, [broken(label, NAME_CHARACTERS) for label, _ in bars], fontsize=_NAME_SIZE
+        )
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(MB)
@@ -245,17 +246,6 @@ def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:
             markerscale=0.5,
         )
     return done[0]
-
-
-def broken(name: str, width: int = NAME_CHARACTERS) -> str:
-    """The name in lines of at most `width` characters, if it has spaces or a + to break at."""
-    lines = [""]
-    for piece in re.split(r"(?=[ +])", name):
-        if lines[-1] and len(lines[-1]) + len(piece) > width:
-            lines.append(piece.lstrip())
-        else:
-            lines[-1] += piece
-    return "\n".join(lines)
 
 
 def _split_by_system(

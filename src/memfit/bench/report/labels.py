@@ -8,6 +8,7 @@ and one that has no free place still has the least bad one. Not the best placeme
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -97,6 +98,17 @@ def place_names(
             leaders += _along([point, best.leader])
         found.append(best)
     return found
+
+
+def broken(name: str, width: int) -> str:
+    """The name in lines of at most `width` characters, if it has spaces or a + to break at."""
+    lines = [""]
+    for piece in re.split(r"(?= )|(?<!=)(?=\+)", name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append(piece.lstrip())
+        else:
+            lines[-1] += piece
+    return "\n".join(lines)
 
 
 def _around() -> Iterator[tuple[float, float]]:
