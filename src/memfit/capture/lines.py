@@ -24,8 +24,8 @@ def _begins(module: torch.nn.Module) -> Source:
     kind = type(module)
     if kind.__module__.startswith("memfit.runtime."):
         return Source()  # stands for a function of the user's, such as the loss
-    forward = inspect.unwrap(kind.forward)
-    code = getattr(forward, "__code__", None)
+    forward = getattr(kind, "forward", None)  # of a scripted module it cannot be had by its class
+    code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
     if code is None:
         return Source()
     file = PurePath(code.co_filename.replace("\\", "/")).name
