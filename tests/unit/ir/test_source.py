@@ -27,6 +27,7 @@ def test_what_earlier_versions_wrote_is_read() -> None:
         "mlp.c_fc", "pytorch_utils.py", 119, line
     )
     assert Source.read("model.py:12") == Source("", "model.py", 12)
+    assert Source.read("loss_calls.py:83 return function(*args, **kwargs)") == Source()
     assert Source.read("mlp.c_fc") == Source("mlp.c_fc")
 
 
