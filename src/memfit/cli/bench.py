@@ -287,7 +287,7 @@ def _render(session: Session, path: Path, *, charts: bool) -> None:
     if charts:
         check_charts()
     _check_output(path)
-    files = [str(file) for file in _write(report, path, [], charts=charts)]
+    files = [str(file) for file in _write(report, path, [], charts=charts, save=False)]
     if session.as_json:
         session.emit({"files": files})
     else:
@@ -373,8 +373,10 @@ def _run(
     return in_order(report, suite), left
 
 
-def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool) -> list[Path]:
-    """Write every form of the report; return the files."""
+def _write(
+    report: BenchReport, output: Path, lines: list[str], *, charts: bool, save: bool = True
+) -> list[Path]:
+    """Write every form of the report, unless not to `save` its JSON; return the files."""
     from memfit.bench.report.charts import charts as draw
     from memfit.bench.report.markdown import markdown
     from memfit.bench.report.page import page
@@ -382,7 +384,8 @@ def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool)
     drawn = draw(report) if charts else {}
     files = [output, output.with_suffix(".md"), output.with_suffix(".html")]
     try:
-        report.save(output)
+        if save:
+            report.save(output)
         files[1].write_text(markdown(report, lines), encoding="utf-8")
         files[2].write_text(page(report, drawn, lines), encoding="utf-8")
         folder = output.with_suffix(".charts")
@@ -395,7 +398,7 @@ def _write(report: BenchReport, output: Path, lines: list[str], *, charts: bool)
             f"{str(error.filename)!r} cannot be written: {error.strerror}",
             hint="choose a place that exists and is yours to write to: -o FILE",
         ) from error
-    return [*files, *([folder] if drawn else [])]
+    return [*(files if save else files[1:]), *([folder] if drawn else [])]
 
 
 def _show(
