@@ -28,26 +28,24 @@ def init(
     """Write a small workload file to change into your own training step; or, with --preset, a
     configuration file with that preset's fields, for --config."""
     with opened(as_json=as_json, verbose=verbose) as session:
-        if preset is not None:
+        if preset is None:
+            from memfit.targets.starter import write_starter
+
+            file = file or Path("workload.py")
+            write_starter(file)
+            facts = {"target": f"{file}:workload"}
+            what = "put your model, loss, optimizer and batch into it"
+            command = f"memfit fit {shlex.quote(facts['target'])}"
+        else:
             from memfit.config import named
 
             file = file or Path("memfit.toml")
             named(preset).save(file, new=True)
-            next_command = f"memfit fit TARGET --config {shlex.quote(str(file))}"
-            if session.as_json:
-                session.emit({"file": str(file), "preset": preset, "next": next_command})
-            else:
-                session.line(f"wrote {file}: the fields of {preset}, to be changed")
-                session.line(f"next: {next_command}")
-            return
-        from memfit.targets.starter import write_starter
-
-        file = file or Path("workload.py")
-        write_starter(file)
-        target = f"{file}:workload"
-        command = f"memfit fit {shlex.quote(target)}"
+            facts = {"preset": preset}
+            what = f"the fields of {preset}, to be changed"
+            command = f"memfit fit TARGET --config {shlex.quote(str(file))}"
         if session.as_json:
-            session.emit({"file": str(file), "target": target, "next": command})
+            session.emit({"file": str(file), **facts, "next": command})
         else:
-            session.line(f"wrote {file}: put your model, loss, optimizer and batch into it")
+            session.line(f"wrote {file}: {what}")
             session.line(f"next: {command}")
