@@ -25,6 +25,7 @@ from memfit.ir.result import (
     Measured,
     Numerics,
     Predicted,
+    ReferenceResult,
     Result,
 )
 from memfit.ir.step_graph import Block, Call, Hold, StepGraph
@@ -70,7 +71,12 @@ def test_profiles(profile: Profile) -> None:
     st.builds(
         Result,
         device=st.dictionaries(_names, st.one_of(st.none(), _ints, _names), max_size=3),
-        references=st.one_of(st.none(), st.dictionaries(_names, _floats, max_size=2)),
+        references=st.one_of(
+            st.none(),
+            st.dictionaries(
+                _names, st.one_of(st.none(), st.from_type(ReferenceResult)), max_size=2
+            ),
+        ),
     )
 )
 def test_results(result: Result) -> None:

@@ -288,7 +288,8 @@ def _leave_out_guards() -> None:
 
 
 def _shown(error: BaseException) -> str:
-    """An error in one line, with the calls it came from."""
+    """An error in one line, with the calls it came from; what it was raised from, if anything."""
+    error = error.__cause__ or error
     text = textwrap.shorten(f"{type(error).__name__}: {error}", _TEXT_CHARACTERS)
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     calls = ", ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames)
