@@ -37,6 +37,16 @@ def fit(what: memfit.Workload, **options: Any) -> Result:
         return fitted.result
 
 
+def _whole_steps_by(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have whole steps compiled by this backend; segments name their own."""
+    compile_with = torch.compile
+
+    def compiled(function: Any, **how: Any) -> Any:
+        return compile_with(function, **{"backend": backend, **how, "mode": None})
+
+    monkeypatch.setattr(torch, "compile", compiled)
+
+
 def test_the_eager_step_is_measured_beside_the_plan_and_nothing_is_changed() -> None:
     what = workload()
     before = copy.deepcopy(what.model.state_dict())
@@ -54,10 +64,7 @@ def test_the_eager_step_is_measured_beside_the_plan_and_nothing_is_changed() -> 
 
 def test_the_compiled_step_says_what_compiling_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled by dynamo alone here: what inductor makes of it takes a minute."""
-    compile_with = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, dynamic, mode: compile_with(f, backend="eager")
-    )
+    _whole_steps_by("eager", monkeypatch)
     result = fit(workload(), references=("compiled", "eager"))
     assert result.references is not None
     compiled, eager = result.references["compiled"], result.references["eager"]
@@ -74,10 +81,7 @@ def test_a_step_that_cannot_be_compiled_leaves_the_fit_as_it_is(
     def fails(*_: Any) -> NoReturn:
         raise RuntimeError("No working C++ compiler found")
 
-    compile_with = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, *, dynamic, mode: compile_with(f, backend=fails)
-    )
+    _whole_steps_by(fails, monkeypatch)
     result = fit(workload(), references=references.REFERENCES)
     assert result.verdict == "fits" and result.references is not None
     compiled, eager = result.references["compiled"], result.references["eager"]
