@@ -168,12 +168,15 @@ def late():
 
 
 def test_import_memfit_is_quiet() -> None:
-    """Importing loads no model library, no CUDA, no logging handler, and prints nothing."""
+    """Importing loads no model library, compiler or CUDA, adds no logging handler, and prints
+    nothing."""
     program = """
 import logging, sys
 before = list(logging.getLogger().handlers)
 import memfit
+import memfit.api
 import torch
+assert "torch._dynamo" not in sys.modules, "import memfit.api loads torch's compiler: a second"
 loaded = {"transformers", "torchvision", "timm"} & set(sys.modules)
 assert not loaded, f"import memfit loads {sorted(loaded)}"
 assert not torch.cuda.is_initialized(), "import memfit initialises CUDA"

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from memfit.errors import UsageError
 from memfit.ir.result import ReferenceResult
@@ -22,7 +21,6 @@ from memfit.measure.step import (
 )
 from memfit.measure.timing import Inside, Timing, time_apart, time_interleaved
 from memfit.runtime.apply import Applied
-from memfit.runtime.compile.dynamo_words import innermost
 from memfit.runtime.compile.whole import compiled_whole
 from memfit.workload import Workload
 
@@ -87,7 +85,9 @@ def _peak(system: Workload, accumulate: int) -> Peak | str:
             torch.cuda.synchronize(system.device)
             torch.cuda.empty_cache()
         return measure_peak(system, partial(_two_steps, system, accumulate))
-    except (RuntimeError, TorchDynamoException) as error:
+    except RuntimeError as error:  # dynamo's are, too
+        from memfit.runtime.compile.dynamo_words import innermost  # loads torch's compiler
+
         drop_gradients(system)
         if is_out_of_memory(error):
             return f"out of memory: {first_words(error)}"
