@@ -35,6 +35,11 @@ class Reading:
     held_bytes: int | None = None
     retries: int = 0
 
+    @property
+    def end(self) -> Reading:
+        """The reading of no time after this one."""
+        return Reading(self.final_bytes, self.final_bytes, self.held_bytes)
+
     def __or__(self, other: Reading) -> Reading:
         """The reading of this time and the `other` time after it."""
         held = [n for n in (self.held_bytes, other.held_bytes) if n is not None]
@@ -47,9 +52,13 @@ class Reading:
 
 
 class Counter(Protocol):
-    """Counts memory between `open` and `close`."""
+    """Counts memory between `open` and `close`.
+
+    Times below `unread_s` are not worth a reading, which takes longer.
+    """
 
     counts: str
+    unread_s: float
 
     def open(self) -> int:
         """Begin; return the bytes in use now."""
@@ -90,6 +99,7 @@ class CudaCounter:
     """
 
     counts = "allocated"
+    unread_s = 20e-6  # a reading takes some 50e-6
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -135,6 +145,7 @@ class ResidentCounter:
     """
 
     counts = "resident"
+    unread_s = 10e-6  # about what a reading takes
 
     def __init__(self) -> None:
         self._files: tuple[int, int] | None = None
@@ -189,6 +200,7 @@ class LiveCounter:
     """
 
     counts = "live"
+    unread_s = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -23,7 +23,7 @@ from memfit.ir.memory_series import (
     Spike,
 )
 from memfit.measure.census import failure_notes
-from memfit.observe.counters import Counter, counter_for
+from memfit.observe.counters import Counter, Reading, counter_for
 from memfit.observe.device import resolve_device
 from memfit.observe.record import Record
 from memfit.observe.stopwatch import Stopwatch
@@ -73,6 +73,9 @@ class MemoryProfiler:
         self._rest: Record | None = None  # of the step under way: what no phase covers
         self._phases: dict[str, Record] = {}  # of the step under way
         self._phase: str | None = None  # under way
+        self._last: Reading | None = None
+        self._last_at_s = 0.0
+        self._unread: Record | None = None  # what ended too soon after the last reading for another
         self._last_step = -1
         self._highest_bytes = 0
         self._started_s: float | None = None
@@ -185,7 +188,7 @@ class MemoryProfiler:
             raise UsageError(
                 f"{OTHER!r} is the name of what lies outside all phases", hint="choose another"
             )
-        self._lap(rest)
+        self._gap(rest)
         self._phase = name
         record = self._phases.setdefault(name, Record(rest.step, name))
         try:
@@ -315,8 +318,10 @@ class MemoryProfiler:
     def _end_step(self, rest: Record) -> None:
         if self._rest is not rest:  # it was ended when the loop around it failed
             return
-        self._lap(rest)
-        if not self._phases:
+        if self._phases:
+            self._gap(rest)
+        else:
+            self._lap(rest)
             rest.phase = WHOLE
         self._records += [*self._phases.values(), rest]
         self._rest = None
@@ -327,12 +332,25 @@ class MemoryProfiler:
         self._last_step = self._rest.step - 1
         self._rest = None
 
+    def _gap(self, rest: Record) -> None:
+        """Read what lies outside phases; where that is next to nothing it counts to what follows.
+
+        Most phases begin where another ends: half of what profiling costs would go there.
+        """
+        if self._last is None or time.perf_counter() - self._last_at_s >= self._counter.unread_s:
+            self._lap(rest)
+            return
+        rest.add(self._last.end)
+        self._unread = rest
+
     def _lap(self, record: Record) -> None:
-        reading = self._counter.take()
+        self._last = reading = self._counter.take()
+        self._unread = None
         self._highest_bytes = max(self._highest_bytes, reading.highest_bytes)
         record.add(reading)
         if self._stopwatch is not None:
             self._stopwatch.lap(record.add_seconds)
+        self._last_at_s = time.perf_counter()
 
     def _tell(self) -> None:
         if self._stopwatch is not None:
@@ -341,6 +359,8 @@ class MemoryProfiler:
             listener()
 
     def _finish(self) -> MemorySeries:
+        if self._unread is not None:
+            self._lap(self._unread)
         if self._stopwatch is not None:
             self._stopwatch.settle()
         self._counter.close()

@@ -17,8 +17,10 @@ class Tape:
     """Memory that tests set; its peak starts anew with every reading, as an allocator's does."""
 
     counts = "resident"
+    unread_s = 0.0
 
     def __init__(self) -> None:
+        self.readings = 0
         self.now = self.highest = 100
         self.retries = 0
         self.closed = 0
@@ -35,6 +37,7 @@ class Tape:
     def take(self) -> Reading:
         reading = Reading(self.highest * MB, self.now * MB, 2 * self.highest * MB, self.retries)
         self.highest, self.retries = self.now, 0
+        self.readings += 1
         return reading
 
     def capacity_bytes(self) -> int:

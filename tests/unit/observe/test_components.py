@@ -156,8 +156,11 @@ def check_sum(times: ComponentTimes) -> None:
 
 def test_a_plain_step_s_components_are_as_long_as_they_sleep() -> None:
     workload = slow_workload()
-    loader = SlowLoader(workload.batch)
-    times = component_times(workload, loader, steps=4, warmup=1, segments=["first", "second"])
+    for _ in range(5):  # on a machine that is too busy to wake a sleeper in time
+        loader = SlowLoader(workload.batch)
+        times = component_times(workload, loader, steps=4, warmup=1, segments=["first", "second"])
+        if slept(times.step_s, 0.058):
+            break
     check_sum(times)
     assert loader.fetched == 5
     assert slept(times.components["loader"], 0.008)

@@ -67,6 +67,39 @@ def test_phases_and_what_lies_between_them_are_told_apart(profiler: Make, tape: 
     assert used(memory) == [(step, *row) for step in (0, 1) for row in expected]
 
 
+def test_what_lies_between_phases_is_not_read_where_it_is_next_to_nothing(
+    profiler: Make, tape: Any
+) -> None:
+    tape.unread_s = 60.0
+    with profiler() as memory:
+        for _ in range(2):
+            with memory.step():
+                with memory.phase("forward"):
+                    tape.set(300, 290)
+                tape.set(310, 290)  # counts to what follows
+                with memory.phase("backward"):
+                    tape.set(250, 120)
+        tape.set(500, 100)  # nothing follows: it was of the last step
+    rows = [("forward", 300), ("backward", 310), ("other", 290)]
+    assert used(memory) == [
+        *[(0, *row) for row in rows],
+        *[(1, *row) for row in rows[:2]],
+        (1, "other", 500),
+    ]
+    assert memory.series.final_bytes == 100 * MB
+    assert tape.readings == 1 + 2 * 2 + 1  # the beginning, two phases each, the end
+    assert sum(memory.series.phase_seconds().values()) > 0
+
+
+def test_a_step_without_phases_is_read_however_short(profiler: Make, tape: Any) -> None:
+    tape.unread_s = 60.0
+    with profiler() as memory:
+        for _ in range(2):
+            with memory.step():
+                tape.set(150, 120)
+    assert used(memory) == [(0, "step", 150), (1, "step", 150)]
+
+
 def test_parts_of_the_same_name_are_one_phase(profiler: Make, tape: Any) -> None:
     with profiler() as memory, memory.step(7):
         for highest in (200, 500, 300):
