@@ -54,7 +54,7 @@ class Reading:
 class Counter(Protocol):
     """Counts memory between `open` and `close`.
 
-    Times below `unread_s` are not worth a reading, which takes longer.
+    Times below `unread_s` are not worth a reading, which takes as long.
     """
 
     counts: str
@@ -99,7 +99,7 @@ class CudaCounter:
     """
 
     counts = "allocated"
-    unread_s = 20e-6  # a reading takes some 50e-6
+    unread_s = 50e-6  # about what a reading takes
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

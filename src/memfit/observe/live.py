@@ -51,6 +51,7 @@ class LiveLine:
         self._live: Live | None = None
         self._unlisten: Callable[[], None] | None = None
         self._ends: deque[tuple[float, float]] = deque(maxlen=_WINDOW + 1)  # moment, samples
+        self._step: int | None = None  # the last that ended, or whose first phases did
         self._drawn_s = 0.0
 
     def __enter__(self) -> Self:
@@ -96,8 +97,14 @@ class LiveLine:
         )
 
     def _stepped(self) -> None:
-        samples = self._samples() if callable(self._samples) else self._samples
-        self._ends.append((time.perf_counter(), samples or 0.0))
+        now_s, latest = time.perf_counter(), self._memory.latest
+        assert latest is not None, "told of a step that was not recorded"
+        if latest.step == self._step:  # of which another phase was recorded
+            self._ends[-1] = now_s, self._ends[-1][1]
+        else:
+            self._step = latest.step
+            samples = self._samples() if callable(self._samples) else self._samples
+            self._ends.append((now_s, samples or 0.0))
         if self._ends[-1][0] - self._drawn_s >= _EVERY_S:
             self._draw()
 

@@ -75,7 +75,6 @@ class MemoryProfiler:
         self._phase: str | None = None  # under way
         self._last: Reading | None = None
         self._last_at_s = 0.0
-        self._unread: Record | None = None  # what ended too soon after the last reading for another
         self._last_step = -1
         self._highest_bytes = 0
         self._started_s: float | None = None
@@ -166,8 +165,10 @@ class MemoryProfiler:
                 return
             try:
                 yield fetched.pop()
-            finally:
+            except BaseException:
                 self._end_step(rest)
+                raise
+            self._end_step(rest, goes_on=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -315,13 +316,14 @@ class MemoryProfiler:
         self._notes = []  # the loop went on
         return rest
 
-    def _end_step(self, rest: Record) -> None:
+    def _end_step(self, rest: Record, goes_on: bool = False) -> None:
         if self._rest is not rest:  # it was ended when the loop around it failed
             return
-        if self._phases:
+        if goes_on and self._phases:
             self._gap(rest)
         else:
             self._lap(rest)
+        if not self._phases:
             rest.phase = WHOLE
         self._records += [*self._phases.values(), rest]
         self._rest = None
@@ -333,7 +335,7 @@ class MemoryProfiler:
         self._rest = None
 
     def _gap(self, rest: Record) -> None:
-        """Read what lies outside phases; where that is next to nothing it counts to what follows.
+        """Read what lies before a phase; where that is next to nothing it counts to the phase.
 
         Most phases begin where another ends: half of what profiling costs would go there.
         """
@@ -341,11 +343,9 @@ class MemoryProfiler:
             self._lap(rest)
             return
         rest.add(self._last.end)
-        self._unread = rest
 
     def _lap(self, record: Record) -> None:
         self._last = reading = self._counter.take()
-        self._unread = None
         self._highest_bytes = max(self._highest_bytes, reading.highest_bytes)
         record.add(reading)
         if self._stopwatch is not None:
@@ -359,8 +359,6 @@ class MemoryProfiler:
             listener()
 
     def _finish(self) -> MemorySeries:
-        if self._unread is not None:
-            self._lap(self._unread)
         if self._stopwatch is not None:
             self._stopwatch.settle()
         self._counter.close()

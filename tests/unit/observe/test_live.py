@@ -76,6 +76,22 @@ def test_it_follows_the_loop(profiler: Make, tape: Any, monkeypatch: pytest.Monk
     assert "copies in flight" in shown
 
 
+def test_phases_recorded_one_by_one_are_one_step(
+    profiler: Make, tape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    memory = profiler(times=False)
+    with memory, LiveLine(memory, samples=lambda: 10, console=screen(terminal=False)) as line:
+        for step in range(4):
+            for phase in ("forward", "backward", "optimizer"):
+                now[0] += 0.5
+                memory.record_step(step, phase)
+        status = line.status
+    assert status is not None and status.steps_per_s == pytest.approx(1 / 1.5)
+    assert status.rate == pytest.approx(10 / 1.5)
+
+
 def test_where_there_is_no_terminal_it_is_written_once(profiler: Make, tape: Any) -> None:
     console = screen(terminal=False)
     with profiler() as memory, LiveLine(memory, samples=4, console=console):

@@ -72,23 +72,41 @@ def test_what_lies_between_phases_is_not_read_where_it_is_next_to_nothing(
 ) -> None:
     tape.unread_s = 60.0
     with profiler() as memory:
-        for _ in range(2):
-            with memory.step():
-                with memory.phase("forward"):
-                    tape.set(300, 290)
-                tape.set(310, 290)  # counts to what follows
-                with memory.phase("backward"):
-                    tape.set(250, 120)
-        tape.set(500, 100)  # nothing follows: it was of the last step
+        for _ in memory.steps(range(2)):
+            with memory.phase("forward"):
+                tape.set(300, 290)
+            tape.set(310, 290)  # counts to what follows
+            with memory.phase("backward"):
+                tape.set(250, 120)
     rows = [("forward", 300), ("backward", 310), ("other", 290)]
     assert used(memory) == [
+        (0, "loader", 100),
         *[(0, *row) for row in rows],
-        *[(1, *row) for row in rows[:2]],
-        (1, "other", 500),
+        (1, "loader", 120),
+        *[(1, *row) for row in rows],
     ]
-    assert memory.series.final_bytes == 100 * MB
-    assert tape.readings == 1 + 2 * 2 + 1  # the beginning, two phases each, the end
+    assert tape.readings == 1 + 2 * 3 + 1  # the beginning, three phases each, no third batch
     assert sum(memory.series.phase_seconds().values()) > 0
+
+
+def test_what_comes_after_the_last_step_is_none_of_it(profiler: Make, tape: Any) -> None:
+    tape.unread_s = 60.0
+    with profiler() as memory:
+        for _ in range(2):
+            with memory.step(), memory.phase("forward"):
+                tape.set(300, 120)
+        tape.set(500, 100)  # a validation, say
+    rows = [("forward", 300), ("other", 120)]
+    assert used(memory) == [(step, *row) for step in (0, 1) for row in rows]
+    with profiler() as memory:
+        for number in memory.steps(range(9)):
+            with memory.phase("forward"):
+                tape.set(300, 110)
+            tape.set(310, 120)
+            if number == 1:
+                break
+        tape.set(500, 100)
+    assert used(memory)[-2:] == [(1, "forward", 300), (1, "other", 310)]
 
 
 def test_a_step_without_phases_is_read_however_short(profiler: Make, tape: Any) -> None:
