@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import (
@@ -74,8 +74,14 @@ def check_what(what: What, options: Mapping[str, Any]) -> None:
 def fake_workload(what: What, fakes: Fakes, options: Mapping[str, Any]) -> Workload:
     """Return `what` on fake tensors: a target or a function's result built so, or a copy.
 
-    A workload that is fake already is returned as it is.
+    A workload that is fake already keeps its tensors. None has a GradScaler: whether one skips a
+    step follows from what is in the gradients, which nobody knows here, and a step that is skipped
+    has no optimizer state. All it has itself are single numbers.
     """
+    return replace(_fake_workload(what, fakes, options), scaler=None)
+
+
+def _fake_workload(what: What, fakes: Fakes, options: Mapping[str, Any]) -> Workload:
     if isinstance(what, str):
         with fakes.values.building():
             return resolve_target(what, **options)

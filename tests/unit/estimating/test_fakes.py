@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.estimating.estimate import estimate
-from memfit.estimating.fakes import without_memory
+from memfit.estimating.fakes import What, without_memory
 from memfit.targets.starter import write_starter
+from memfit.workload import Workload
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,39 @@ def test_the_file_that_init_writes_is_estimated(tmp_path: Path) -> None:
     assert first.fits
     estimate("encoder", batch=1, seq=8, overrides={"n_layer": "1"})
     assert estimate(f"{path}:workload", "24GiB", overrides={"width": "40"}) == first
+
+
+_SCALED = """
+import torch
+import memfit
+
+def workload():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    return memfit.Workload(
+        model, lambda m, b: m(b).sum(), optimizer, torch.ones(8, 64), scaler=scaler
+    )
+"""
+
+
+@pytest.mark.parametrize("way", ["instance", "function", "file", "fake"])
+def test_a_grad_scaler_does_not_skip_the_step_that_makes_the_optimizers_state(
+    way: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "scaled.py"
+    path.write_text(_SCALED)
+    file = f"{path}:workload"
+    named: dict[str, Any] = {}
+    exec(_SCALED, named)
+    function: Callable[[], Workload] = named["workload"]
+    what: What
+    if way == "fake":
+        with FakeTensorMode():
+            what = function()
+    else:
+        ways = {"instance": function, "function": lambda: function, "file": lambda: file}
+        what = ways[way]()
+    made = estimate(what)
+    assert made.state_bytes_per_parameter == pytest.approx(16, rel=0.02)
+    assert made.categories["optimizer_state"] > 0
