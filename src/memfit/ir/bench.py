@@ -10,6 +10,7 @@ from typing import Any
 
 from memfit.errors import UsageError
 from memfit.ir.codec import from_data, to_data
+from memfit.ir.file_check import fault_in_bench
 
 SCHEMA_VERSION = 1
 KIND = "memfit bench"
@@ -307,7 +308,10 @@ class BenchReport:
             version = data.get("schema_version")
             if version != SCHEMA_VERSION:
                 raise ValueError(f"schema_version is {version!r}, not {SCHEMA_VERSION}")
-            return from_data(BenchReport, data)
+            report = from_data(BenchReport, data)
+            if (fault := fault_in_bench(report)) is not None:
+                raise ValueError(f"it {fault}")
+            return report
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{str(path)!r} is not a whole memfit benchmark: {error}",

@@ -1,4 +1,4 @@
-"""What is wrong with a profile or a result that nothing measured: numbers that no step has."""
+"""What is wrong with a file that nothing measured: numbers that no step has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+COUNTED = ("allocated", "resident", "live")  # what the bytes of a memory series are
+SNAPSHOT_NUMBERS = ("step", "used_bytes", "final_bytes", "held_bytes", "retries", "seconds")
+
 if TYPE_CHECKING:
+    from memfit.ir.bench import BenchReport, ByRounds, Cell
     from memfit.ir.joint_graph import JointGraph
+    from memfit.ir.memory_series import MemorySeries
     from memfit.ir.profile import Profile
     from memfit.ir.result import Result
 
@@ -31,6 +36,16 @@ def fault_in_profile(profile: Profile) -> str | None:
 def fault_in_result(result: Result) -> str | None:
     """The first thing because of which no fit can have come to the result, or None."""
     return next(_of_result(result), None)
+
+
+def fault_in_series(series: MemorySeries) -> str | None:
+    """The first thing because of which no loop can have had this memory, or None."""
+    return next(_of_series(series), None)
+
+
+def fault_in_bench(report: BenchReport) -> str | None:
+    """The first thing because of which no benchmark can have come to the report, or None."""
+    return next((f for cell in report.cells for f in _of_cell(cell)), None)
 
 
 def _of_profile(profile: Profile) -> Iterator[str]:
@@ -124,6 +139,39 @@ def _of_result(result: Result) -> Iterator[str]:
     )
     if not math.isfinite(result.predicted.gap):
         yield f"has {result.predicted.gap} as predicted.gap"
+
+
+def _of_series(series: MemorySeries) -> Iterator[str]:
+    if series.counts not in COUNTED:
+        yield f"counts {series.counts!r}, which is none of {', '.join(COUNTED)}"
+    yield from _above_zero({"capacity_bytes": series.capacity_bytes})
+    yield from _from_zero({"initial_bytes": series.initial_bytes, "duration_s": series.duration_s})
+    for number, snapshot in enumerate(series.snapshots):
+        numbers = {k: getattr(snapshot, k) for k in SNAPSHOT_NUMBERS}
+        known = {f"snapshots[{number}].{k}": v for k, v in numbers.items() if v is not None}
+        yield from _from_zero(known)
+
+
+def _of_cell(cell: Cell) -> Iterator[str]:
+    sizes: dict[str, float | None] = {"step_s": cell.step_s, "peak_bytes": cell.peak_bytes}
+    sizes |= _of_rounds("by_rounds", cell.by_rounds)
+    if (base := cell.reference) is not None:
+        numbers = {"peak_bytes": base.peak_bytes, "step_s": base.step_s, "again_s": base.again_s}
+        sizes |= {f"reference.{k}": v for k, v in numbers.items()}
+        sizes |= _of_rounds("reference.again_by_rounds", base.again_by_rounds)
+    if (planned := cell.planned) is not None:
+        sizes |= {
+            "planned.unplanned_peak_bytes": planned.unplanned_peak_bytes,
+            "planned.unplanned_step_s": planned.unplanned_step_s,
+            "planned.predicted_ratio": planned.predicted_ratio,
+            "planned.measured_ratio": planned.measured_ratio,
+        }
+    known = {f"{cell.key}: {k}": v for k, v in sizes.items() if v is not None}
+    yield from _above_zero(known)
+
+
+def _of_rounds(name: str, ratio: ByRounds | None) -> dict[str, float | None]:
+    return {} if ratio is None else {f"{name}.{k}": v for k, v in vars(ratio).items()}
 
 
 def _above_zero(values: Mapping[str, float]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from memfit.errors import UsageError
 from memfit.ir.codec import from_data, to_data
-from memfit.ir.file_check import of_version
+from memfit.ir.file_check import fault_in_series, of_version
 
 SCHEMA_VERSION = 1
 MB = 2**20
@@ -42,7 +42,8 @@ class Snapshot:
     """The memory of one phase of one step.
 
     `used_bytes` is the most that was in use inside the phase, `final_bytes` what was at its end.
-    `held_bytes` is the most that the allocator held for it; None where that is not known.
+    `held_bytes` is the most that the allocator held for it, `split_bytes` what of that lay free at
+    the end in blocks that are in use in part; None where that is not known.
     `seconds` is how long it took on the device's own timeline; None where that was not asked for.
     """
 
@@ -53,6 +54,7 @@ class Snapshot:
     held_bytes: int | None = None
     retries: int = 0
     seconds: float | None = None
+    split_bytes: int | None = None
 
     @property
     def used_mb(self) -> float:
@@ -61,8 +63,10 @@ class Snapshot:
 
     @property
     def fragmentation(self) -> float | None:
-        """The share of what was held that was never in use at once: in the cache, or in pieces."""
-        return unused_share(self.used_bytes, self.held_bytes)
+        """The share of what was held that lay in free pieces of used blocks at the end, 0 to 1."""
+        if self.split_bytes is None or not self.held_bytes:
+            return None
+        return self.split_bytes / self.held_bytes
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,15 @@ class MemorySeries:
 
     @property
     def fragmentation(self) -> float | None:
-        """The share of the most that was held which the peak did not need, from 0 to 1."""
-        held = [s.held_bytes for s in self.snapshots if s.held_bytes is not None]
-        return unused_share(self.peak.used_bytes, max(held)) if held else None
+        """The most of any phase: free pieces, which no other process can have."""
+        found = [s.fragmentation for s in self.snapshots if s.fragmentation is not None]
+        return max(found, default=None)
+
+    @property
+    def unused_share(self) -> float | None:
+        """The share of the most that was held which the peak did not need: cache and pieces."""
+        held = max((s.held_bytes or 0 for s in self.snapshots), default=0)
+        return max(0.0, 1 - self.peak.used_bytes / held) if held else None
 
     @property
     def retries(self) -> int:
@@ -193,7 +203,10 @@ class MemorySeries:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             of_version(data, SCHEMA_VERSION)
             data.pop("summary", None)  # derived: made again
-            return from_data(MemorySeries, data)
+            series = from_data(MemorySeries, data)
+            if (fault := fault_in_series(series)) is not None:
+                raise ValueError(f"it {fault}")
+            return series
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{str(path)!r} is not a memory series: {error}",
@@ -209,6 +222,7 @@ class MemorySeries:
             "peak_utilization": self.peak_utilization,
             "final_bytes": self.final_bytes,
             "fragmentation": self.fragmentation,
+            "unused_share": self.unused_share,
             "retries": self.retries,
             "num_steps": len(self.steps),
             "phases": {name: row._asdict() for name, row in self.phase_statistics().items()},
@@ -223,11 +237,6 @@ class MemorySeries:
                 groups.append([])
             groups[-1].append(snapshot)
         return groups
-
-
-def unused_share(used_bytes: int, held_bytes: int | None) -> float | None:
-    """The share of the held bytes that is not in use; None where nothing is known to be held."""
-    return max(0.0, 1 - used_bytes / held_bytes) if held_bytes else None
 
 
 def _reference(phase: str, before: Sequence[Snapshot]) -> int:

@@ -27,18 +27,22 @@ _RESET_PEAK = b"5"  # see proc(5): sets the peak of resident memory to the curre
 class Reading:
     """The memory since the reading before: the most in use, and that at the end.
 
-    `held_bytes` is the most that the allocator held; None where nobody knows.
+    `held_bytes` is the most that the allocator held, `split_bytes` what of it lay free at the end
+    in blocks that are in use in part; None where nobody knows.
     """
 
     highest_bytes: int
     final_bytes: int
     held_bytes: int | None = None
     retries: int = 0
+    split_bytes: int | None = None
 
     @property
     def end(self) -> Reading:
         """The reading of no time after this one."""
-        return Reading(self.final_bytes, self.final_bytes, self.held_bytes)
+        return Reading(
+            self.final_bytes, self.final_bytes, self.held_bytes, split_bytes=self.split_bytes
+        )
 
     def __or__(self, other: Reading) -> Reading:
         """The reading of this time and the `other` time after it."""
@@ -48,6 +52,7 @@ class Reading:
             other.final_bytes,
             max(held) if held else None,
             self.retries + other.retries,
+            other.split_bytes,
         )
 
 
@@ -124,6 +129,7 @@ class CudaCounter:
             final_bytes=int(allocated["current"]),
             held_bytes=int(numbers["reserved_bytes"]["all"]["peak"]),
             retries=self._retries - before,
+            split_bytes=int(numbers["inactive_split_bytes"]["all"]["current"]),
         )
 
     def capacity_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -57,7 +58,10 @@ class LiveLine:
     def __enter__(self) -> Self:
         if self._live is not None:
             raise UsageError("the live line is shown already", hint="enter it once")
-        self._live = Live(console=self._console, auto_refresh=False)
+        # What a loop prints scrolls above the line, but for what a file or a pipe is to have.
+        self._live = Live(
+            console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+        )
         self._ends.append((time.perf_counter(), 0.0))
         self._unlisten = self._memory.listen(self._stepped)
         if self._console.is_terminal:

@@ -231,7 +231,7 @@ class MemoryProfiler:
     @property
     def peak_usage_bytes(self) -> int:
         """The most in use in any phase."""
-        return self.series.peak.used_bytes
+        return self._peak.used_bytes
 
     @property
     def peak_usage_mb(self) -> float:
@@ -246,12 +246,19 @@ class MemoryProfiler:
     @property
     def peak_step(self) -> int:
         """The first step that reached the peak."""
-        return self.series.peak.step
+        return self._peak.step
 
     @property
     def peak_phase(self) -> str:
         """The phase of that step in which it did."""
-        return self.series.peak.phase
+        return self._peak.phase
+
+    @property
+    def _peak(self) -> Snapshot:
+        """The record with the highest use, without waiting for the device, as a loop may ask."""
+        if not self._records:
+            return self.series.peak  # says why there is none
+        return max((r.snapshot(timed=False) for r in self._records), key=lambda s: s.used_bytes)
 
     def phase_statistics(self) -> dict[str, PhaseStatistics]:
         """Mean, highest and lowest use of each phase, in MB."""

@@ -35,5 +35,6 @@ class Record:
             final_bytes=self.reading.final_bytes,
             held_bytes=self.reading.held_bytes,
             retries=self.reading.retries,
+            split_bytes=self.reading.split_bytes,
             seconds=self.seconds if timed else None,
         )

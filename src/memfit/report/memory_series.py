@@ -53,15 +53,18 @@ def _facts(series: MemorySeries) -> list[tuple[str, str | Text]]:
         ("final", format_bytes(series.final_bytes)),
         ("capacity", f"{format_bytes(series.capacity_bytes)}, {series.peak_utilization:.1%} used"),
     ]
-    if series.fragmentation is not None:
+    if series.unused_share is not None:
         held = max(s.held_bytes or 0 for s in series.snapshots)
         rows.append(
             (
                 "held",
-                f"{format_bytes(held)}, of which {series.fragmentation:.1%} the peak did not need "
-                f"(fragmentation); {series.retries} allocator retries",
+                f"{format_bytes(held)}, of which {series.unused_share:.1%} the peak did not need; "
+                f"{series.retries} allocator retries",
             )
         )
+    if series.fragmentation is not None:
+        text = f"at most {series.fragmentation:.1%} of what is held, at the end of a phase"
+        rows.append(("fragmentation", text))
     steps = "1 step" if len(series.steps) == 1 else f"{len(series.steps)} steps"
     rows.append(("duration", f"{format_seconds(series.duration_s)}, {steps}"))
     return [*rows, *(("note", Text(note)) for note in series.notes)]

@@ -93,12 +93,37 @@ def test_rows_have_used_and_total_mb_and_percent() -> None:
     assert len(TWO_PHASES.rows()) == 8
 
 
-def test_fragmentation_is_the_share_held_that_the_peak_did_not_need() -> None:
-    assert TWO_PHASES.fragmentation is None
-    held = series((0, "a", 60), (1, "a", 75), held_mb=100)
-    assert held.fragmentation == pytest.approx(0.25)
-    assert held.snapshots[0].fragmentation == pytest.approx(0.4)
-    assert series((0, "a", 100), held_mb=100).fragmentation == 0
+def test_what_the_peak_did_not_need_is_a_share_of_what_was_held() -> None:
+    assert TWO_PHASES.unused_share is None
+    assert series((0, "a", 60), (1, "a", 75), held_mb=100).unused_share == pytest.approx(0.25)
+    assert series((0, "a", 100), held_mb=100).unused_share == 0
+
+
+def test_fragmentation_is_the_share_held_in_free_pieces_and_no_unused_cache() -> None:
+    assert series((0, "a", 10), held_mb=100).fragmentation is None
+    pieces = (Snapshot(0, "a", 10, 10, held_bytes=100, split_bytes=5),)
+    pieces += (Snapshot(1, "a", 10, 10, held_bytes=100, split_bytes=20),)
+    pieces += (Snapshot(2, "a", 10, 10, held_bytes=200, split_bytes=10),)
+    assert [s.fragmentation for s in pieces] == [0.05, 0.2, 0.05]
+    assert MemorySeries("cuda:0", "allocated", 500, 0, pieces, 1.0).fragmentation == 0.2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"capacity_bytes": 0}, "has 0 as capacity_bytes, which must be above 0"),
+        ({"counts": "guessed"}, "counts 'guessed', which is none of allocated, resident, live"),
+        ({"initial_bytes": -1}, "has -1 as initial_bytes"),
+    ],
+)
+def test_a_file_with_numbers_of_no_loop_is_refused(
+    tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    path = tmp_path / "series.json"
+    path.write_text(json.dumps({**TWO_PHASES.to_json(), **change}))
+    with pytest.raises(UsageError, match=says) as caught:
+        MemorySeries.load(path)
+    assert caught.value.hint
 
 
 def test_seconds_of_a_phase_are_means_over_all_steps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,21 @@ def test_the_line_says_memory_speed_and_copies() -> None:
     assert "peak 800.00 MiB (80%)" in line
     assert "64.0 tokens/s" in line and "3 copies in flight" in line
     assert line.count("█") == 6 and line.count("▒") == 10 and line.count("·") == 4
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_what_a_loop_prints_goes_to_its_file_and_on_a_terminal_above_the_line(
+    profiler: Make, tape: Any, monkeypatch: pytest.MonkeyPatch, file: bool
+) -> None:
+    console, output = screen(terminal=True), io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: not file)
+    monkeypatch.setattr(sys, "stdout", output)
+    with profiler() as memory, LiveLine(memory, console=console):
+        memory.record_step(0)
+        print("loss 1.25")
+    shown = text_of(console)
+    assert ("loss 1.25" in output.getvalue(), "loss 1.25" in shown) == (file, not file)
+    assert "step 0" in shown
 
 
 def test_without_samples_and_copies_the_line_has_steps() -> None:
