@@ -122,7 +122,7 @@ def steps(workload: Workload, applied: Applied, number: int) -> None:
 def test_the_private_parts_of_torch_are_there() -> None:
     autograd = torch._C._autograd
     assert hasattr(autograd, "_unsafe_set_version_counter")  # storages.py
-    assert hasattr(autograd, "_top_saved_tensors_default_hooks")  # engine.py
+    assert hasattr(autograd, "_top_saved_tensors_default_hooks")  # hooks.py
     assert hasattr(torch._C, "_current_graph_task_id")  # engine.py
     assert hasattr(torch._C, "_storage_Use_Count")  # gauge.py
     assert isinstance(torch.ones(1).untyped_storage()._cdata, int)

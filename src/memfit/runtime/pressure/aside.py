@@ -17,6 +17,7 @@ from typing import Any
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.runtime.pressure.innards import AllowedHooks, hooks_in_force
+from memfit.runtime.swap.hooks import look_through, look_through_none
 
 _hooks: saved_tensors_hooks | None = None  # of the valve at work; there is one in a process
 _aside = threading.local()  # `.hooks`: those that this thread took away
@@ -24,8 +25,9 @@ _allowed = AllowedHooks()
 
 
 def set_hooks(hooks: saved_tensors_hooks) -> None:
-    """Set hooks that step aside where torch forbids any."""
+    """Set hooks that step aside where torch forbids any, and that a plan looks through."""
     global _hooks
+    look_through((hooks.pack_hook, hooks.unpack_hook))
     hooks.__enter__()
     _hooks = hooks
     _allowed.replace(_forbid, _allow)
@@ -37,6 +39,7 @@ def remove_hooks(hooks: saved_tensors_hooks) -> None:
     _allowed.restore()
     _hooks = None
     hooks.__exit__()
+    look_through_none()
 
 
 def _forbid(message: str, *options: Any, **named: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from memfit.runtime.swap.hooks import top_hooks
+
 _STORAGE_OWNERS: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 _CURRENT_BACKWARD: Any = torch._C._current_graph_task_id
 _AUTOGRAD: Any = torch._C._autograd
@@ -31,7 +33,7 @@ def is_sole_owner(tensor: torch.Tensor) -> bool:
 
 def hooks_in_force() -> object:
     """The hooks for saved tensors that this thread calls, equal while they are the same."""
-    return _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    return top_hooks()
 
 
 def hooks_are_allowed() -> bool:

@@ -23,6 +23,7 @@ from memfit.ir.swap import SwapStatistics
 from memfit.runtime.calls import Engine, Forward
 from memfit.runtime.compile.compiled import CompiledSegments
 from memfit.runtime.swap.arena import Arena
+from memfit.runtime.swap.hooks import hooks_but_a_valves, top_hooks
 from memfit.runtime.swap.lanes import Lanes
 from memfit.runtime.swap.moved import Counter, Handle, Kept, Moved
 from memfit.runtime.swap.mover import Mover
@@ -92,8 +93,8 @@ class Swap:
         self._last = -1  # the latest call
         self._bare = False  # whether the step began with a call, not with the model
         self._called = False  # whether a call has come since the step began
-        self._outside: Any = None  # hooks that were there before the step
-        self._checkpointed = False  # whether those are of a checkpoint around all of it
+        self._outside: Any = None  # hooks that were there before the step, but for a valve's
+        self._checkpointed = False  # whether a checkpoint's are around all of it
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
         self._begun = 0  # steps; the counts of the statistics begin anew
         self._collects_from = self._pause = 0
@@ -126,8 +127,8 @@ class Swap:
         self._begun += 1
         self._mover.arena.collects = self._begun >= self._collects_from
         self._thread, self._running, self._called, self._bare = here, None, False, False
-        self._outside = _top_hooks()
-        self._checkpointed = _is_checkpoint(self._outside)
+        self._outside = hooks_but_a_valves()
+        self._checkpointed = _is_checkpoint(top_hooks())
 
     def end(self) -> None:
         """The model's forward is over: all memory that is to go, goes."""
@@ -242,14 +243,15 @@ class Swap:
     def _run(self, index: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         moves = self._moves.get(index)
         # Hooks that came up within the step (a checkpoint, a run of the inner engine) own what
-        # is saved under them. A checkpoint around the step repeats it without hooks of ours.
+        # is saved under them. A checkpoint around the step repeats it without hooks of ours. A
+        # valve comes and goes within steps: it takes what the plan leaves.
         if moves is not None and self._checkpointed:
             self._say(
                 "nothing is moved to the host in a step within torch.utils.checkpoint: what that "
                 "recomputes is not kept. Take it away, or let the plan recompute, too"
             )
             moves = None
-        if moves is None or _top_hooks() != self._outside:
+        if moves is None or hooks_but_a_valves() != self._outside:
             try:
                 return self._inner(index, forward, args, kwargs)
             finally:
@@ -269,7 +271,7 @@ class Swap:
     def _close_hooks(self) -> None:
         """Take our hooks off, unless the inner engine has left its own on top for its next call."""
         while self._hooks:
-            top = _top_hooks()
+            top = top_hooks()
             if top is None or top[0] is not self._hooks[-1].pack_hook:
                 return
             self._hooks.pop().__exit__(None, None, None)
@@ -374,11 +376,6 @@ class Swap:
 
 def _unpack(packed: Packed) -> torch.Tensor:
     return packed.tensor()
-
-
-def _top_hooks() -> Any:
-    """The hooks for saved tensors that are on top, as (pack, unpack), or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _is_checkpoint(hooks: Any) -> bool:
