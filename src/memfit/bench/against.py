@@ -14,22 +14,33 @@ PEAK_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Change:
-    """One cell then and now; None: not in that run. `worse` and `better` say what got so."""
+    """One cell then and now; None: not in that run. `worse` and `better` say what got so.
+
+    `apart` says why its ratios say nothing about each other.
+    """
 
     key: str
     before: Cell | None
     now: Cell | None
     worse: tuple[str, ...] = ()
     better: tuple[str, ...] = ()
+    apart: str | None = None
 
     @property
     def verdict(self) -> str:
-        """One of: worse, better, same, not run, new, in neither."""
+        """One of: worse, better, same, not comparable, not run, new, in neither."""
         if self.now is None:
             return "in neither" if self.before is None else "not run"
         if self.before is None:
             return "new"
-        return "worse" if self.worse else "better" if self.better else "same"
+        if self.worse:
+            return "worse"
+        return "not comparable" if self.apart else "better" if self.better else "same"
+
+    @property
+    def passes(self) -> bool:
+        """Whether it stands where it stood or better: what was not run, nobody knows."""
+        return self.verdict not in ("worse", "not comparable", "not run")
 
 
 def compare(
@@ -56,8 +67,8 @@ def compare(
 
 
 def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:
-    """How the two runs' machines differ: ratios can be compared all the same, with care."""
-    there, here = before.machine, now.machine
+    """How the two runs' machines and settings differ: ratios can be compared, with care."""
+    there, here = before.machine | before.settings, now.machine | now.settings
     return [
         f"the earlier run had {name} {there.get(name)!r}, this one {here.get(name)!r}"
         for name in sorted({*there, *here})
@@ -68,12 +79,13 @@ def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:
 def change_lines(changes: Sequence[Change]) -> list[str]:
     """The comparison in words, what got worse first."""
     alone = {
+        "not comparable": "",
         "not run": "in the earlier run only",
         "new": "in this run only",
         "in neither": "in neither run yet",
     }
     lines = [
-        f"{name}: {c.key}: {'; '.join((*c.worse, *c.better)) or alone[name]}"
+        f"{name}: {c.key}: {'; '.join(_reasons(c)) or alone[name]}"
         for name in ("worse", "better", *alone)
         for c in changes
         if c.verdict == name
@@ -100,14 +112,33 @@ def _change(before: Cell, now: Cell | None, tolerance: float) -> Change:
         else:
             worse.append(text)
         return Change(before.key, before, now, tuple(worse), tuple(better))
-    _note(worse, better, "time", before.ratio, now.ratio, _room(before, now, tolerance))
-    _note(worse, better, "peak", before.peak_ratio, now.peak_ratio, PEAK_TOLERANCE)
+    apart = _apart(before, now)
+    if apart is None:
+        _note(worse, better, "time", before.ratio, now.ratio, _room(before, now, tolerance))
+        _note(worse, better, "peak", before.peak_ratio, now.peak_ratio, PEAK_TOLERANCE)
     if before.planned is not None and now.planned is not None:
         if before.planned.numbers_agree and not now.planned.numbers_agree:
             worse.append("its numbers no longer agree")
     if now.retries > before.retries:
         worse.append(f"allocator retries {before.retries} -> {now.retries}")
-    return Change(before.key, before, now, tuple(worse), tuple(better))
+    return Change(before.key, before, now, tuple(worse), tuple(better), apart)
+
+
+def _apart(before: Cell, now: Cell) -> str | None:
+    """Why the ratios of two cells are to different things; None where they are to the same."""
+    there, here = before.reference, now.reference
+    if there is None or here is None:
+        return None
+    if there.kind != here.kind:
+        return f"was timed beside the {there.kind} step, is beside the {here.kind} one"
+    if bool(there.retries) != bool(here.retries):
+        retries = f"{there.retries} then, {here.retries} now"
+        return f"allocator retries of the {here.kind} step beside it: {retries}"
+    return None
+
+
+def _reasons(change: Change) -> list[str]:
+    return [*change.worse, *change.better, *([change.apart] if change.apart else [])]
 
 
 def _note(
@@ -118,11 +149,10 @@ def _note(
     now: float | None,
     room: float,
 ) -> None:
-    if before is None or now is None:
-        if (before is None) != (now is None):
-            worse.append(
-                f"{name} has no ratio {'any more' if now is None else 'in the earlier run'}"
-            )
+    if before is None:
+        return
+    if now is None:
+        worse.append(f"{name} has no ratio any more")
         return
     change = now / before - 1
     text = f"{name} / reference {before:.3f} -> {now:.3f} ({change:+.1%}, room {room:.1%})"

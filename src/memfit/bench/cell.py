@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from memfit.bench.machine import code_digest
 from memfit.bench.systems.catalogue import FAMILIES, missing_package, prepare, split_name
 from memfit.bench.systems.largest_batch import find_largest
 from memfit.bench.systems.prepared import (
@@ -135,7 +136,12 @@ def run_cell(spec: CellSpec) -> Cell:
     seconds: dict[str, float] = {}
     for stage in stages.so_far():
         seconds[stage.doing] = seconds.get(stage.doing, 0.0) + stage.seconds
-    return replace(cell, stages=seconds)
+    return replace(cell, stages=seconds, code=code_digest())
+
+
+def had_no_eager(spec: CellSpec, cell: Cell) -> bool:
+    """Whether there was no room for the step to compare with, on a device without a cap."""
+    return spec.cap_bytes is None and any(note.startswith(NO_ROOM) for note in cell.notes)
 
 
 def _tried(spec: CellSpec, say: Progress) -> Cell:

@@ -6,9 +6,12 @@ settings are left as they are: its clock moves with its power, so times are comp
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,17 @@ import memfit
 from memfit.verify.deterministic import CUBLAS
 
 FREE = "free"  # results from before clocks were left alone say what they were held at
+
+
+@cache
+def code_digest() -> str:
+    """A name of the package's code as it lies on disk: results of other code are told by it."""
+    digest = hashlib.sha256()
+    folder = Path(memfit.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def device_type(device: str | None) -> str:

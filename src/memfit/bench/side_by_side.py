@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from memfit.bench.cell import NO_ROOM, CellSpec
+from memfit.bench.cell import CellSpec, had_no_eager
 from memfit.bench.order import most_valuable_first
 from memfit.bench.process import RunCell
 from memfit.bench.suite import Save, Settings, run_cells, run_one
-from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, TIMED_OUT, BenchReport, Cell
+from memfit.ir.bench import CRASHED, OUT_OF_MEMORY, TIMED_OUT, BenchReport
 from memfit.measure.turns import kept_awake
 
 SHORT = (OUT_OF_MEMORY, CRASHED, TIMED_OUT)  # of something that others may have had
@@ -62,7 +62,7 @@ def run_side_by_side(
                         if cell is None:
                             left.append(spec)
                             continue
-                        if cell.status in SHORT or _had_no_eager(spec, cell):
+                        if cell.status in SHORT or had_no_eager(spec, cell):
                             again.append(spec)
                         if cell.status not in SHORT:
                             report = report.with_cell(spec.workload, cell)
@@ -86,8 +86,3 @@ def run_side_by_side(
     there = {(cell.workload, cell.system) for cell in report.cells if cell.ok}
     missing = [spec for spec in more if (spec.workload.name, spec.system) not in there]
     return report, [*left, *missing]
-
-
-def _had_no_eager(spec: CellSpec, cell: Cell) -> bool:
-    """Whether there was no room for the step to compare with, on a device without a cap."""
-    return spec.cap_bytes is None and any(note.startswith(NO_ROOM) for note in cell.notes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from memfit.bench.cell import CellSpec
+from memfit.bench.cell import CellSpec, had_no_eager
 from memfit.bench.order import expected_s, most_valuable_first
 from memfit.bench.process import RunCell
 from memfit.bench.systems.catalogue import check_system
@@ -27,7 +27,7 @@ class Settings:
     steps: int = 10
     timeout_s: float = 600.0
     cap_bytes: int | None = None
-    retry: bool = False  # run again what died
+    retry: bool = False  # run again what died, and what had no room for its reference
 
     def stored(self) -> dict[str, str]:
         """What must be the same for cells of one file."""
@@ -97,7 +97,10 @@ def open_report(path: Path, machine: dict[str, str], settings: Settings) -> Benc
 def missing_cells(
     report: BenchReport, cells: Sequence[CellSpec], settings: Settings
 ) -> list[CellSpec]:
-    """The cells that the report has not got; with `retry`, those that died as well."""
+    """The cells that the report has not got; with `retry` also those that came to nothing.
+
+    These are the ones that died, and those that had no room for the step to compare with.
+    """
     wanted = []
     for spec in cells:
         known = next((w for w in report.workloads if w.name == spec.workload.name), None)
@@ -107,7 +110,7 @@ def missing_cells(
                 hint="write to another file with -o",
             )
         cell = report.find(spec.workload.name, spec.system)
-        if cell is None or (settings.retry and cell.status in DIED):
+        if cell is None or (settings.retry and (cell.status in DIED or had_no_eager(spec, cell))):
             wanted.append(spec)
     return wanted
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from memfit.bench.report.files import CHARTS, write_forms, write_markdown
 from memfit.cli import options
 from memfit.cli.bench_options import BenchOptions
 from memfit.cli.bench_progress import showing_progress
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from memfit.bench.cell import CellSpec
     from memfit.ir.bench import BenchReport, Cell
 
-FORMS = (".md", ".html", ".log", ".charts")
+FORMS = (".md", ".html", ".log", CHARTS)
 _WHAT, _RUN = "What to run", "How to run it"
 
 
@@ -173,14 +174,19 @@ def bench(
     ] = None,
     retry: Annotated[
         bool,
-        typer.Option("--retry", help="Run cells again that died.", rich_help_panel=_RUN),
+        typer.Option(
+            "--retry",
+            help="Run cells again that died or had no room for their eager step.",
+            rich_help_panel=_RUN,
+        ),
     ] = False,
     against: Annotated[
         Path | None,
         typer.Option(
             "--against",
             metavar="FILE",
-            help="Compare with an earlier benchmark; exit code 1 if anything got worse.",
+            help="Compare with an earlier benchmark; exit code 1 if anything got worse, or one of "
+            "its cells that were asked for has not run or has another reference.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -271,10 +277,11 @@ def bench(
             names = [_key(c) for c in cells]
             changes = compare(before, report, names, tolerance)
             said = [*machine_lines(before, report), *change_lines(changes)]
-        files = _write(report, output, said, charts=not no_charts)
+        report.save(output)
+        files = [output, *write_forms(report, output, said, charts=not no_charts)]
         _show(session, report, cells, changes, said, files, [_key(spec) for spec in left])
         differ = any(c.planned is not None and not c.planned.numbers_agree for c in report.cells)
-        if differ or any(change.worse for change in changes):
+        if differ or not all(change.passes for change in changes):
             raise typer.Exit(1)
 
 
@@ -287,7 +294,7 @@ def _render(session: Session, path: Path, *, charts: bool) -> None:
     if charts:
         check_charts()
     _check_output(path)
-    files = [str(file) for file in _write(report, path, [], charts=charts, save=False)]
+    files = [str(file) for file in write_forms(report, path, [], charts=charts)]
     if session.as_json:
         session.emit({"files": files})
     else:
@@ -315,7 +322,7 @@ def _check_output(output: Path) -> None:
             hint=f"try -o {output.with_suffix('.json')}",
         )
     check_file(output)
-    for form in FORMS[:3]:
+    for form in FORMS[:-1]:
         check_file(output.with_suffix(form))
 
 
@@ -331,7 +338,6 @@ def _run(
     from memfit.bench.compile_ahead import compile_ahead
     from memfit.bench.machine import machine_facts
     from memfit.bench.process import cell_processes, shared_folder
-    from memfit.bench.report.markdown import markdown
     from memfit.bench.side_by_side import run_side_by_side
     from memfit.bench.suite import in_order, missing_cells, open_report, run_cells
     from memfit.measure.turns import turns_folder
@@ -351,7 +357,7 @@ def _run(
         def save(now: BenchReport, cell: Cell) -> None:
             now = in_order(now, suite)
             now.save(output)
-            output.with_suffix(".md").write_text(markdown(now), encoding="utf-8")
+            write_markdown(now, output)
             progress.ended(cell)
 
         log = output.with_suffix(".log") if verbose else None
@@ -371,34 +377,6 @@ def _run(
                     report, missing, settings, save, open_lane=lane, **how
                 )
     return in_order(report, suite), left
-
-
-def _write(
-    report: BenchReport, output: Path, lines: list[str], *, charts: bool, save: bool = True
-) -> list[Path]:
-    """Write every form of the report, unless not to `save` its JSON; return the files."""
-    from memfit.bench.report.charts import charts as draw
-    from memfit.bench.report.markdown import markdown
-    from memfit.bench.report.page import page
-
-    drawn = draw(report) if charts else {}
-    files = [output, output.with_suffix(".md"), output.with_suffix(".html")]
-    try:
-        if save:
-            report.save(output)
-        files[1].write_text(markdown(report, lines), encoding="utf-8")
-        files[2].write_text(page(report, drawn, lines), encoding="utf-8")
-        folder = output.with_suffix(".charts")
-        for title, named in drawn.items():
-            folder.mkdir(exist_ok=True)
-            for name, svg in named:
-                (folder / f"{_file_name(f'{title}-{name}')}.svg").write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{str(error.filename)!r} cannot be written: {error.strerror}",
-            hint="choose a place that exists and is yours to write to: -o FILE",
-        ) from error
-    return [*(files if save else files[1:]), *([folder] if drawn else [])]
 
 
 def _show(
@@ -482,10 +460,6 @@ def _command(words: list[str]) -> str:
     for word in rest:
         if word in ("-o", "--output"):
             next(rest, None)
-        else:
+        elif not word.startswith(("--output=", "-o")):
             kept.append(word)
     return shlex.join(["memfit", *kept])
-
-
-def _file_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_.@" else "_" for c in text)[:120]

@@ -191,6 +191,7 @@ class Cell:
     planned: Planned | None = None
     largest: LargestBatch | None = None
     notes: tuple[str, ...] = ()
+    code: str | None = None  # which state of memfit's code ran it; None: of a benchmark before
 
     @property
     def key(self) -> str:

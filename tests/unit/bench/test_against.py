@@ -92,6 +92,42 @@ def test_cells_that_one_of_both_runs_has_not_got_are_listed(cell, report):
     assert not any(change.worse for change in found)
 
 
+def test_cells_beside_different_steps_are_not_compared(cell, report):
+    eager = cell("memfit:60%", 60, 0.57)
+    unplanned = replace(eager, reference=replace(eager.reference, kind="unplanned"))
+    for now in (unplanned, replace(unplanned, step_s=0.5 * eager.step_s)):
+        (found,) = changes_of(report, [eager], [now])
+        assert (found.verdict, found.passes) == ("not comparable", False)
+        said = change_lines([found])[0]
+        assert said.endswith("was timed beside the eager step, is beside the unplanned one")
+    retried = replace(eager, reference=replace(eager.reference, retries=3))
+    assert changes_of(report, [eager], [retried])[0].verdict == "not comparable"
+
+
+def test_a_ratio_that_there_was_none_of_is_not_worse(cell, report):
+    now = cell("memfit:60%", 60, 1.2)
+    before = replace(now, reference=None)
+    assert changes_of(report, [before], [now])[0].verdict == "same"
+    assert changes_of(report, [now], [before])[0].worse == (
+        "time has no ratio any more",
+        "peak has no ratio any more",
+    )
+
+
+def test_what_has_not_run_does_not_pass(cell, report):
+    plan, other = cell("memfit:60%", 60, 1.2), cell("compile", 90, 0.8)
+    found = compare(report(plan, other), report(plan), [plan.key, other.key])
+    assert [c.passes for c in found] == [True, False]
+    (new,) = compare(report(plan), report(plan, other), [plan.key, other.key])[1:]
+    assert (new.verdict, new.passes) == ("new", True)
+
+
+def test_other_settings_are_named(cell, report):
+    one = report(cell("eager", 100, 1.0))
+    other = replace(one, settings=one.settings | {"steps": "3"})
+    assert len(machine_lines(one, other)) == 1 and "steps" in machine_lines(one, other)[0]
+
+
 def test_nothing_in_common_is_an_error(cell, report):
     with pytest.raises(UsageError, match="none of these cells") as error:
         compare(report(cell("eager", 100, 1.0)), report(), ["other | eager"])

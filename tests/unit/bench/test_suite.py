@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.bench.cell import NO_ROOM
 from memfit.bench.suite import Settings, in_order, missing_cells, open_report, plan_cells, run_cells
 from memfit.bench.systems.catalogue import (
     FAMILIES,
@@ -225,6 +226,11 @@ def test_what_died_is_kept_unless_it_is_to_be_tried_again(tmp_path):
     assert [c.system for c in missing_cells(report, cells, again)] == ["checkpoint"]
     report = report.with_cell(spec, Cell(spec.name, "checkpoint", OK))
     assert len(report.cells) == 2 and missing_cells(report, cells, again) == []
+    alone = replace(report, cells=(replace(report.cells[0], notes=(f"{NO_ROOM} beside it",)),))
+    (eager, tried) = missing_cells(alone, cells, again)
+    assert (eager.system, tried.system) == ("eager", "checkpoint")
+    capped = [replace(c, cap_bytes=2**30) for c in cells]
+    assert [c.system for c in missing_cells(alone, capped, again)] == ["eager"]
     assert [c.system for c in in_order(report, cells).cells] == ["eager", "checkpoint"]
 
 

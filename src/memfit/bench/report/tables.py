@@ -54,7 +54,18 @@ def sections(report: BenchReport) -> list[Section]:
 def conclusion(report: BenchReport) -> list[str]:
     """What is to be said of all workloads together; nothing where nothing was compared."""
     summary = summary_line(judge(w.name, report.cells_of(w.name)) for w in report.workloads)
-    return [] if summary is None else [summary]
+    return [*([] if summary is None else [summary]), *_codes(report)]
+
+
+def _codes(report: BenchReport) -> list[str]:
+    """Which cells other code ran than the last one's; nothing where one code ran all."""
+    found: dict[str, list[str]] = {}
+    for cell in report.cells:
+        found.setdefault(cell.code or "of before codes were named", []).append(cell.key)
+    if len(found) < 2:
+        return []
+    counts = ", ".join(f"{len(keys)} by {code}" for code, keys in found.items())
+    return [f"Not all cells were run by the same code of memfit: {counts}."]
 
 
 def _workload_section(report: BenchReport, name: str) -> Section:
