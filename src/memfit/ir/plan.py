@@ -130,6 +130,7 @@ class Plan:
     tile_bytes: int | None = None  # of logits, where the loss is made in tiles
     state_kept_bytes: int = 0  # of optimizer state, at most, where the rest waits on the host
     host_bytes: int = 0  # memory that waits on the host at once
+    host_budget_bytes: int | None = None  # no more host memory than this is taken for it
     smallest_move_bytes: int = 0  # smaller tensors are not moved
     trim: bool = False  # give the allocator's free pages back between forward and backward
     inplace_off: tuple[str, ...] = ()

@@ -431,6 +431,7 @@ def _plan(
         tile_bytes=profile.tile_bytes,
         state_kept_bytes=profile.state_kept_bytes,
         host_bytes=host_bytes,
+        host_budget_bytes=goal.host_bytes if host_bytes else None,
         smallest_move_bytes=simulator.smallest_move_bytes,
         trim=choice.trim,
         inplace_off=profile.inplace_off,

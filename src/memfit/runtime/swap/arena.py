@@ -100,9 +100,9 @@ class _Chunk:
 class Arena:
     """Host memory in slots. Its statistics count slots rounded up to GRAIN.
 
-    When it is full it grows by what is asked for, while no more than `grows_until` are in use then.
-    If that is not enough it collects garbage, unless `collects` is switched off by someone who does
-    without a slot, and so asks for many that are not there.
+    It has what its owner gives it: it never grows by itself. When it is full it collects garbage,
+    unless `collects` is switched off by someone who does without a slot, and so asks for many that
+    are not there.
 
     `give` may be called by a finalizer, so at any moment and from any thread: it only queues when
     the arena is busy.
@@ -110,7 +110,6 @@ class Arena:
 
     def __init__(self, bytes: int, pinned: bool) -> None:
         self.pinned = pinned
-        self.grows_until = 0
         self.collects = True
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -151,6 +150,30 @@ class Arena:
         chunk = _Chunk(_rounded(bytes), self.pinned)
         with self._lock:
             self._chunks.append(chunk)
+
+    def grow_to(self, bytes: int) -> None:
+        """Have so many bytes in all, if there are fewer; in one chunk where no slot is taken.
+
+        HostMemoryError when they cannot be had; there is as much as before then.
+        """
+        assert not self._closed, "the arena is closed"
+        before, wanted = self.capacity_bytes, _rounded(bytes)
+        if wanted <= before:
+            return
+        if self.used_bytes:
+            self.grow(wanted - before)
+            return
+        with self._lock:  # first what is there goes: both at once might be more than may be taken
+            chunks, self._chunks = self._chunks, []
+            for chunk in chunks:
+                chunk.close()
+        del chunks
+        try:
+            self.grow(wanted)
+        except HostMemoryError:
+            if before:
+                self.grow(before)
+            raise
 
     def take(self, size: int) -> Slot:
         """A slot of `size` bytes; HostMemoryError when there is no room."""
@@ -194,9 +217,6 @@ class Arena:
         with self._lock:
             self._take_back()
             found = self._find(wanted)
-            if found is None and self._used + wanted <= self.grows_until:
-                self._chunks.append(_Chunk(wanted, self.pinned))
-                found = self._find(wanted)
             if found is None:
                 return None
             number, free = found

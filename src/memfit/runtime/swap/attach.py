@@ -14,8 +14,7 @@ from memfit.runtime.swap.engine import CallMoves, Swap
 from memfit.runtime.swap.lanes import lanes_for
 from memfit.workload import unwrap
 
-# More than the plan says, for storages that are a little larger than the tensors in them. It is
-# taken when it turns out to be needed: what the plan says is within the host budget, this may not.
+# More than the plan says, for storages that are a little larger than the tensors in them.
 ROOM = 1.02
 # The latest arena of each model. One plan at most is at work on a model, so its plans take turns;
 # those of two models may be at work at once.
@@ -25,23 +24,31 @@ _arenas: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Arena]] = (
 
 
 def arena_for(plan: Plan, model: torch.nn.Module) -> Arena:
-    """Host memory for what the plan moves; the plans of one model share it.
+    """Host memory for what the plan moves, within its host budget; the plans of a model share it.
 
-    HostMemoryError when it cannot be had.
+    All of it is taken now: pinning would stop a step. HostMemoryError when it cannot be had.
     """
     module = unwrap(model)
     pinned = next(module.parameters()).is_cuda
+    known = _arenas.get(module)
+    arena = None if known is None else known()
+    if arena is None or arena.pinned != pinned:
+        arena = Arena(0, pinned)
+        _arenas[module] = weakref.ref(arena)
+    # What another plan of the model needs is there already, and there is no more of it than that.
+    arena.grow_to(_with_room(plan))
+    return arena
+
+
+def _with_room(plan: Plan) -> int:
+    """Bytes for what a plan moves, and as much more as it may need and the budget allows."""
     moves = sum(
         len(plan.variants[s.variant].offloaded) for s in plan.segments if s.variant is not None
     )
-    spare = int((ROOM - 1) * plan.host_bytes) + GRAIN * (moves + len(plan.segments))
-    known = _arenas.get(module)
-    arena = None if known is None else known()
-    if arena is None or arena.pinned != pinned or arena.capacity_bytes < plan.host_bytes:
-        arena = Arena(plan.host_bytes, pinned)
-        _arenas[module] = weakref.ref(arena)
-    arena.grows_until = max(arena.grows_until, plan.host_bytes + spare)
-    return arena
+    ample = int(ROOM * plan.host_bytes) + GRAIN * (moves + len(plan.segments))
+    if plan.host_budget_bytes is None:
+        return ample
+    return min(ample, plan.host_budget_bytes // GRAIN * GRAIN)
 
 
 def swap_around(engine: Engine, plan: Plan, model: torch.nn.Module, arena: Arena) -> Swap:

@@ -108,19 +108,26 @@ def test_growing_adds_a_chunk() -> None:
     assert arena.used_bytes == 0 and arena.highest_bytes == 4 * GRAIN
 
 
-def test_a_full_arena_grows_by_what_is_asked_for_while_it_may() -> None:
+def test_growing_to_a_size_leaves_one_chunk_where_nothing_is_taken() -> None:
     arena = Arena(3 * GRAIN, pinned=False)
-    arena.grows_until = 5 * GRAIN
-    slots = [arena.take(2 * GRAIN)]
+    arena.grow_to(2 * GRAIN)
     assert arena.capacity_bytes == 3 * GRAIN
-    slots.append(arena.take(2 * GRAIN))
+    arena.grow_to(5 * GRAIN - 1)
     assert arena.capacity_bytes == 5 * GRAIN
-    with pytest.raises(HostMemoryError):
-        arena.take(2 * GRAIN)
-    slots.append(arena.take(GRAIN))
-    for slot in slots:
-        arena.give(slot, None)
-    assert arena.used_bytes == 0 and arena.capacity_bytes == 5 * GRAIN
+    whole = arena.take(5 * GRAIN)
+    arena.grow_to(7 * GRAIN)
+    assert arena.capacity_bytes == 7 * GRAIN and whole.chunk == 0
+    assert arena.take(2 * GRAIN).chunk == 1, "what is taken stays where it is"
+
+
+def test_an_arena_that_cannot_grow_has_what_it_had() -> None:
+    arena = Arena(3 * GRAIN, pinned=False)
+    for held in ([], [arena.take(GRAIN)]):
+        with pytest.raises(HostMemoryError):
+            arena.grow_to(2**50)
+        assert arena.capacity_bytes == 3 * GRAIN
+        del held
+    assert arena.take(2 * GRAIN)
 
 
 def test_more_than_the_machine_has_is_refused_before_it_is_touched() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import memfit
+from memfit.errors import HostMemoryError
 from memfit.ir.plan import Plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.swap.attach import arena_for
@@ -127,10 +128,47 @@ def test_a_plan_ended_the_step_where_an_older_loss_was_kept(
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
 def test_the_host_budget_holds_all_that_is_taken(zoo: SimpleNamespace, executor: str) -> None:
-    plan, workload = _plan(zoo, executor), _workload(zoo)
+    # A budget of exactly what it moves is enough to the planner.
+    exactly = _plan(zoo, executor).host_bytes
+    plan, workload = _plan(zoo, executor, host_budget=exactly), _workload(zoo)
     with Applied(plan, workload.model) as applied:
         workload.compute_loss().backward()
         assert applied.swap is not None
         statistics = applied.swap.statistics()
-    # A budget of exactly this is enough to the planner.
-    assert 0 < statistics.host_highest_bytes <= statistics.host_bytes == plan.host_bytes
+    assert 0 < statistics.host_highest_bytes <= statistics.host_bytes == exactly
+    assert statistics.stayed == 0
+
+
+def test_host_memory_in_pieces_grew_past_its_budget(zoo: SimpleNamespace) -> None:
+    """By what was asked for, each time, as long as little of it was in use."""
+    budget = int(1.015 * _plan(zoo, "module").host_bytes)
+    arena = arena_for(_plan(zoo, "module", host_budget=budget), _workload(zoo).model)
+    piece = budget // 10
+    slots = [arena.take(piece) for _ in range(9)]
+    for slot in slots[::2]:
+        arena.give(slot, None)
+    for _ in range(3):
+        with pytest.raises(HostMemoryError):
+            arena.take(3 * piece)
+    assert arena.capacity_bytes <= budget
+
+
+def test_the_plans_of_two_shapes_took_host_memory_each(zoo: SimpleNamespace) -> None:
+    """One host budget was given for the fitted step, and each shape took up to that."""
+    workload = _workload(zoo)
+    budget = int(2.2 * _plan(zoo, "module").host_bytes)
+    small, large = workload.batch, torch.randn(128, 32, 8)
+    with memfit.fit_workload(
+        workload, BUDGET, strategy="swap", executor="module", host_budget=budget, steps=1
+    ) as fitted:
+        first = fitted.applied
+        fitted.step(large)
+        second = fitted.applied
+        assert second is not first and second.plan.host_bytes > budget / 2
+        assert first._arena is second._arena is not None
+        for batch in (small, large):
+            fitted.step(batch)
+            assert fitted.applied.swap is not None
+            done = fitted.applied.swap.statistics()
+            assert done.moves > 0 and done.stayed == 0
+            assert done.host_bytes <= budget
