@@ -69,6 +69,8 @@ class _Trace(TorchDispatchMode):
         result = func(*args, **kwargs)
         born = False
         for tensor in _tensors(result):
+            if tensor.device.type == "meta":
+                continue  # made to ask for a shape: it has no memory on any device
             for storage in storages_of(tensor):
                 born |= self._note(storage, "temporaries", str(func))
         self.work.add(func, args, kwargs, result, made=born)

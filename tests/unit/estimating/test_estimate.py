@@ -153,6 +153,24 @@ def test_logits_are_not_needed_where_the_loss_is_in_tiles() -> None:
     assert only.way == "all of these"
 
 
+def test_tensors_on_meta_take_no_memory() -> None:
+    """The loss in tiles asks one what shape a view of the logits has: it counted as large."""
+    made = estimate("encoder", batch=8, seq=64, overrides=SMALL)
+
+    def asks() -> Workload:
+        workload = resolve_target("encoder", batch=8, seq=64, overrides=SMALL)
+        workload.optimizer.param_groups[0]["fused"] = True  # as the target's is on CUDA
+        loss = workload.loss_fn
+
+        def asking(model: nn.Module, batch: Any) -> torch.Tensor:
+            assert torch.empty(1 << 40, device="meta").view(2, -1).shape[0] == 2
+            return loss(model, batch)
+
+        return replace(workload, loss_fn=asking)
+
+    assert estimate(asks).needs == made.needs
+
+
 def test_a_model_without_logits_needs_no_tiles() -> None:
     def build() -> Workload:
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
