@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from memfit.ir.result import Numerics
+
 Run = Callable[..., Any]
 MARKS = {"measured", "projected", "not measured"}
 
@@ -42,6 +44,14 @@ def test_what_is_not_known_says_why(memfit: Run, tiny: list[str], tmp_path: Path
     text = file.read_text()
     assert "| time of an epoch | - | not measured | - | not measured |  |" in text
     assert "- time of the run: give --samples and --epochs" in text
+
+
+def test_numbers_that_differ_are_no_success(
+    memfit: Run, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Numerics, "kept", property(lambda self: False))
+    result = memfit("resources", *tiny, "--budget", "95%", "--steps", "1")
+    assert result.exit_code == 1 and "device memory, peak" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ def resources(
             session.emit(found.to_json())
         else:
             session.show(*resources_report(found))
+        if not fitted.result.numerics.kept:
+            raise typer.Exit(1)
 
 
 def _check(goal: GoalOptions, samples: int | None, epochs: int | None, output: Path | None) -> None:
