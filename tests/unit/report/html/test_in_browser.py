@@ -198,6 +198,17 @@ def test_the_example_of_a_run_on_a_gpu_opens_and_answers(
     assert run.plan is not None
     shown = _column(driver, "segment-table", "segment")
     assert shown and set(shown) <= {segment.name for segment in run.plan.segments}
+    places = [_point_at(driver, "#memory-before svg", x / 20, 0.5) for x in range(6, 14)]
+    assert any("transformer.h." in text and ".py:" in text for text in places)
+    _one(driver, "#decision-table input").send_keys("transformer.h.7")
+    assert set(_column(driver, "decision-table", "segment")) == {"transformer.h.7"}
+    _one(driver, "#decision-table th[data-column=bytes] button").click()
+    order = _one(driver, "#decision-table th[data-column=bytes]").get_attribute("aria-sort")
+    assert order == "descending"
+    _resize(driver, PHONE)
+    driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 50))")
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]
+    assert driver.get_log("browser") == []
 
 
 @pytest.mark.parametrize(
@@ -224,6 +235,11 @@ def test_reports_of_every_kind_open_without_an_error(
     assert _all(driver, "#memory-after path[data-category]")
     assert _all(driver, "#segment-table tbody tr")
     assert bool(_all(driver, "#budget-curve svg")) == bool(changes.get("curve", True))
+    for button in _all(driver, "#memory-legend button"):  # all are taken out, budget or not
+        button.click()
+    assert not _all(driver, "#memory path[data-category]")
+    assert "NaN" not in driver.execute_script("return document.body.innerHTML")
+    assert driver.get_log("browser") == []
 
 
 def _emptied(variant: VariantPlan) -> VariantPlan:

@@ -7,10 +7,10 @@ function startMemory(memory) {
   const legend = document.getElementById("memory-legend");
   const draw = () => {
     const shown = charts.map((m) => memoryColumns(m, hidden));
-    const most = 1.1 * Math.max(
+    const most = 1.1 * (Math.max(
       memory.budget || 0,
       ...shown.map((columns) => Math.max(...columns.map((c) => c.total))),
-    );
+    ) || Math.max(...charts.map((m) => m.chart.peak)));  // nothing is shown: the scale stays
     const longest = Math.max(...charts.map((m) => m.seconds));
     charts.forEach((m, i) => drawMemory(memory, m, shown[i], hidden, most, longest));
   };
