@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HOST_GRAIN = 512  # host memory for a tensor is a multiple of it
+
 
 @dataclass(frozen=True)
 class Traffic:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memfit.ir.swap import HOST_GRAIN
+
 Run = tuple[int, int]
 Ints = np.ndarray
 AT_ONCE = -1
@@ -78,6 +80,11 @@ class Away:
     leaves: int
     returns: int
     releases: Ints
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What host memory for the tensors may take beyond their bytes."""
+        return self.tensors * (HOST_GRAIN - 1)
 
 
 @dataclass(frozen=True)

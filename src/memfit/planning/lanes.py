@@ -66,9 +66,9 @@ class Lanes:
             return bisect_right(self._enters, position) - 1
         return self.calls + bisect_right(self._needs, position)
 
-    def moved_bytes(self) -> dict[int, float]:
-        """Bytes that each act puts on the host."""
-        return {number: self._sizes(number) for number in self.aways}
+    def host_bytes(self) -> dict[int, float]:
+        """The host memory that each act takes."""
+        return {n: self._sizes(n) + away.rounding_bytes for n, away in self.aways.items()}
 
     def rows(self, first: int, share: float) -> Iterator[LaneRow]:
         """Rows over the acts and the lanes' columns, which begin at `first`.

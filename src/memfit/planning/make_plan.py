@@ -135,7 +135,9 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
                 raise nothing_fits(simulator, budget, minimum, minimum_bytes, goal.techniques, more)
             reached = None if choice is None else choice.acts
             raise strategy_fails(simulator, goal.strategy, budget, reached, minimum_bytes)
-        choice = smallest if target is None else filled_up(simulator, smallest, target)
+        choice = smallest
+        if target is not None:
+            choice = filled_up(simulator, smallest, target, goal.host_bytes)
         if target is not None and _both(simulator):
             choice = made_faster(simulator, choice, _request(simulator, goal, target, limit_s))
     choice = _with_time_to_spare(simulator, choice, target)
@@ -161,7 +163,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
 def _with_time_to_spare(simulator: Simulator, choice: Choice, target: int | None) -> Choice:
     """The choice with points at which nothing waits for copies if the work is faster than
     predicted, where it holds and takes no longer with them."""
-    if simulator.copy is None or not simulator.moved_bytes(choice.acts):
+    if simulator.copy is None or not simulator.host_bytes(choice.acts):
         return choice
     # As much room as there is, or none but its own: then hardly more is held than before.
     for room in (target, simulator.peak_bytes(choice.acts)):
@@ -183,17 +185,17 @@ def _host_bytes_that_help(simulator: Simulator, goal: Goal, budget: int) -> int 
     if goal.host_bytes is None or simulator.copy is None:
         return None
     everything = choose_swap(simulator, Request(None, float("inf")))
-    if simulator.moved_bytes(everything.acts) <= goal.host_bytes:
+    if simulator.host_bytes(everything.acts) <= goal.host_bytes:
         return None
     free = _smallest(simulator, None, thorough=True)
-    moved = simulator.moved_bytes(free.acts)
+    moved = simulator.host_bytes(free.acts)
     held = held_bytes(simulator, free.acts, free.trim) + goal.margin_bytes
     return moved if moved > goal.host_bytes and held <= budget else None
 
 
 def _check_host(simulator: Simulator, goal: Goal, choice: Choice, budget: int | None) -> None:
     """Refuse a choice that needs more host memory than there may be."""
-    moved = simulator.moved_bytes(choice.acts)
+    moved = simulator.host_bytes(choice.acts)
     if goal.host_bytes is not None and moved > goal.host_bytes:
         raise InfeasibleError(
             f"strategy {goal.strategy!r} puts {format_bytes(moved)} on the host, and the host "
@@ -339,8 +341,7 @@ def _smallest(simulator: Simulator, host_bytes: int | None, *, thorough: bool) -
         candidates += [choose_all(simulator, free).acts, choose_interval(simulator, free).acts]
     if simulator.copy is not None:
         moved = choose_swap(simulator, free).acts
-        fits = host_bytes is None or simulator.moved_bytes(moved) <= host_bytes
-        candidates += [moved] if fits else []
+        candidates += [moved] if simulator.fits_host(moved, host_bytes) else []
     placed = simulator.profile.allocator is not None
     hard = _both(simulator)  # to solve, so that what each finds alone has to do
     if hard:
@@ -397,7 +398,7 @@ def _plan(
     segments, variants = write_segments(simulator, choice.acts)
     peak = simulator.timeline(choice.acts).peak
     traffic = simulator.traffic(choice.acts)
-    host_bytes = simulator.moved_bytes(choice.acts)
+    host_bytes = simulator.host_bytes(choice.acts)
     # Copies have streams of their own, and pages cannot be given back inside of a graph.
     graphs = profile.cuda_graphs and not choice.trim and not host_bytes
     return Plan(

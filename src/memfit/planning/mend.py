@@ -9,6 +9,7 @@ that only help together are not found.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from memfit.planning.simulate import Simulator
 MAX_CHANGES = 12
 NEAREST = 3  # choices that miss by least are mended
 MAX_LOOKS = 60  # at placements, for all of them
+NO_BUDGET = sys.maxsize  # covers what the host has no room for
 
 Held = Callable[[Sequence[Act]], int]  # the bytes that a budget must cover
 
@@ -65,12 +67,18 @@ def mended(
 
 
 def nearest_mended(
-    simulator: Simulator, known: Sequence[Choice], budget: int, *, trim: bool
+    simulator: Simulator,
+    known: Sequence[Choice],
+    budget: int,
+    *,
+    trim: bool,
+    host_bytes: int | None = None,
 ) -> list[Choice]:
     """Of choices that are `known` those that miss the budget by least, mended; to `trim` or not."""
 
     def held(acts: Sequence[Act]) -> int:
-        return held_bytes(simulator, acts, trim)
+        fits_host = simulator.fits_host(acts, host_bytes)
+        return held_bytes(simulator, acts, trim) if fits_host else NO_BUDGET
 
     best = fastest_holding(simulator, known, budget)
     enough_s = math.inf if best is None else seconds(simulator, best)

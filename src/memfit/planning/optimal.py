@@ -357,8 +357,8 @@ class _Program:
             entries.extend((len(upper), column, value) for column, value in coefficients.items())
             upper.append(bound)
         if self._host_bytes is not None and self.lanes.aways:
-            for number, moved in self.lanes.moved_bytes().items():
-                entries.append((len(upper), number, moved / self.scale))
+            for number, taken in self.lanes.host_bytes().items():
+                entries.append((len(upper), number, taken / self.scale))
             upper.append(self._host_bytes / self.scale)
         for holders, number in self.holders.items():
             for clique in holders:

@@ -89,11 +89,14 @@ def fastest_holding(
     return min(holding, key=lambda choice: seconds(simulator, choice), default=None)
 
 
-def filled_up(simulator: Simulator, lean: Choice, target: int) -> Choice:
+def filled_up(
+    simulator: Simulator, lean: Choice, target: int, host_bytes: int | None = None
+) -> Choice:
     """A choice that holds, made faster as far as it holds where the allocator places it."""
 
     def fits(acts: Sequence[Act]) -> bool:
-        return holds(simulator, replace(lean, acts=tuple(acts)), target)
+        fits_host = simulator.fits_host(acts, host_bytes)
+        return fits_host and holds(simulator, replace(lean, acts=tuple(acts)), target)
 
     gap = _over(simulator, [lean], simulator.peak_bytes(lean.acts))
     return replace(lean, acts=fill_up(simulator, lean.acts, fits, target - gap))

@@ -159,7 +159,9 @@ def _tighter(simulator: Simulator, request: Request, first: Choice) -> list[Choi
     assert request.budget is not None
     longer = replace(request, time_limit_s=TIGHTER * request.time_limit_s)
     known = tightened(simulator, ask, longer, [first], EACH)
-    known += nearest_mended(simulator, known, request.budget, trim=first.trim)
+    known += nearest_mended(
+        simulator, known, request.budget, trim=first.trim, host_bytes=request.host_bytes
+    )
     return [choice for choice in known if _keeps(simulator, choice, request)]
 
 
@@ -191,5 +193,5 @@ def _variants(simulator: Simulator, acts: Sequence[Act]) -> set[tuple[int, int]]
 
 def _keeps(simulator: Simulator, choice: Choice, request: Request) -> bool:
     """Whether a choice stays within both budgets."""
-    host = float("inf") if request.host_bytes is None else request.host_bytes
-    return simulator.moved_bytes(choice.acts) <= host and holds(simulator, choice, request.budget)
+    fits_host = simulator.fits_host(choice.acts, request.host_bytes)
+    return fits_host and holds(simulator, choice, request.budget)

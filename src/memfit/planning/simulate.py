@@ -289,9 +289,13 @@ class Simulator:
             found[call] = found.get(call, 0.0) + self.seconds_of(act) / self.profile.passes
         return found
 
-    def moved_bytes(self, acts: Sequence[Act]) -> int:
-        """Bytes that wait on the host at once."""
-        return sum(out for _, out, _ in self.loads(acts))
+    def host_bytes(self, acts: Sequence[Act]) -> int:
+        """The host memory that is taken at once, at most: there every tensor is rounded up."""
+        return sum(out + away.rounding_bytes for away, out, _ in self.loads(acts))
+
+    def fits_host(self, acts: Sequence[Act], host_bytes: int | None) -> bool:
+        """Whether so much host memory, if it has a limit, is enough."""
+        return host_bytes is None or self.host_bytes(acts) <= host_bytes
 
     def step_seconds(self, acts: Sequence[Act]) -> float:
         """Seconds of the whole step."""

@@ -155,8 +155,8 @@ def _feasible_seeds(simulator: Simulator, request: Request) -> list[tuple[Act, .
 def _keeps(simulator: Simulator, acts: Sequence[Act], request: Request) -> bool:
     """Whether these acts stay within both budgets."""
     assert request.budget is not None
-    host = float("inf") if request.host_bytes is None else request.host_bytes
-    return simulator.peak_bytes(acts) <= request.budget and simulator.moved_bytes(acts) <= host
+    fits_host = simulator.fits_host(acts, request.host_bytes)
+    return fits_host and simulator.peak_bytes(acts) <= request.budget
 
 
 def _far_from_bound(simulator: Simulator, solution: optimal.Solution) -> bool:

@@ -96,9 +96,11 @@ def _filled_up(
 ) -> list[Choice]:
     """Lean choices that hold, filled up."""
     assert request.budget is not None
-    leans = (replace(choice, acts=acts) for acts in _lean_ends(simulator, request))
-    fitting = [lean for lean in leans if holds(simulator, lean, request.budget)]
-    return [filled_up(simulator, lean, request.budget) for lean in fitting]
+    budget, host_bytes = request.budget, request.host_bytes
+    leans = [replace(choice, acts=acts) for acts in _lean_ends(simulator, request)]
+    leans = [lean for lean in leans if simulator.fits_host(lean.acts, host_bytes)]
+    fitting = [lean for lean in leans if holds(simulator, lean, budget)]
+    return [filled_up(simulator, lean, budget, host_bytes) for lean in fitting]
 
 
 def _lean_ends(simulator: Simulator, request: Request) -> Iterator[tuple[Act, ...]]:
@@ -114,5 +116,7 @@ def _mended(
 ) -> list[Choice]:
     """The choices that miss by least, mended."""
     assert request.budget is not None
-    found = nearest_mended(simulator, known, request.budget, trim=choice.trim)
+    found = nearest_mended(
+        simulator, known, request.budget, trim=choice.trim, host_bytes=request.host_bytes
+    )
     return [replace(choice, acts=mended.acts) for mended in found]

@@ -65,7 +65,7 @@ def _plan(profile: Profile, simulator: Simulator, acts: list[Act]) -> Plan:
         make_plan(profile, Goal(strategy="none")),
         segments=segments,
         variants=variants,
-        host_bytes=simulator.moved_bytes(acts),
+        host_bytes=simulator.host_bytes(acts),
     )
 
 

@@ -78,7 +78,7 @@ class _Policy:
         return True
 
     def _can_swap(self, number: int) -> bool:
-        fits = self._candidates[number].bytes <= self._host_bytes
+        fits = self._candidates[number].host_bytes <= self._host_bytes
         return fits and number in self.lineage.remaining
 
     def _swap(self, number: int, below_s: float) -> bool:
@@ -90,7 +90,7 @@ class _Policy:
         prefetch = self._prefetches.add(want)
         self.lineage.swap(number)
         self._by_idleness.remove(number)
-        self._host_bytes -= self._candidates[number].bytes
+        self._host_bytes -= self._candidates[number].host_bytes
         self.decisions.append(Decision(number, SWAP, overhead_s, prefetch.prompt))
         return True
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from memfit.ir.swap import HOST_GRAIN
+
 NEVER_S = float("inf")  # the seconds of what cannot be done
 
 RETAINED = "RETAINED"
@@ -42,6 +44,11 @@ class Candidate:
     def needed(self) -> int:
         """The rank of the operator that waits for the copy back."""
         return self.first_backward if self.due < 0 else self.due
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that it takes there, at most."""
+        return self.bytes + HOST_GRAIN - 1
 
 
 @dataclass(frozen=True)

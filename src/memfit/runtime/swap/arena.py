@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import torch
 
 from memfit.errors import HostMemoryError
+from memfit.ir.swap import HOST_GRAIN
 from memfit.runtime.swap.host_memory import default_host_budget, free_host_bytes
 from memfit.units import format_bytes
 
 __all__ = ["GRAIN", "Arena", "Slot", "Token", "default_host_budget", "free_host_bytes"]
 
-GRAIN = 512  # slots begin and end at multiples of it
+GRAIN = HOST_GRAIN  # slots begin and end at multiples of it
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
@@ -164,16 +165,17 @@ class Arena:
             self.grow(wanted - before)
             return
         with self._lock:  # first what is there goes: both at once might be more than may be taken
-            chunks, self._chunks = self._chunks, []
-            for chunk in chunks:
-                chunk.close()
-        del chunks
+            while self._chunks:
+                self._chunks.pop().close()
         try:
             self.grow(wanted)
-        except HostMemoryError:
-            if before:
-                self.grow(before)
-            raise
+        except HostMemoryError as error:
+            failed = error.with_traceback(None)  # its frames hold what could not be pinned
+        else:
+            return
+        if before:
+            self.grow(before)
+        raise failed
 
     def take(self, size: int) -> Slot:
         """A slot of `size` bytes; HostMemoryError when there is no room."""

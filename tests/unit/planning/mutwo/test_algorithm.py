@@ -139,7 +139,7 @@ def test_what_cannot_be_swapped_nor_recomputed_stays() -> None:
 
 def test_no_more_is_swapped_than_the_host_has_room_for() -> None:
     step = _step([4, 3, 4, 3], [1] * 4, [0.0] * 4)
-    decisions = decide(step, None, _memory(step), host_bytes=7)
+    decisions = decide(step, None, _memory(step), host_bytes=7 + 2 * 511)  # each rounded up
     swapped = [d.candidate for d in decisions if d.choice == SWAP]
     assert swapped == [0, 1] and sum(d.choice == RECOMPUTE for d in decisions) == 2
 

@@ -96,7 +96,7 @@ def test_a_budget_that_cannot_be_met_gives_all_there_is(captured: Captured) -> N
 def test_no_more_waits_on_the_host_than_it_has_room_for(captured: Captured) -> None:
     simulator = Simulator(captured(4, _rates(1e9)))
     choice = _choose(simulator, None, host_bytes=20 * MIB)
-    assert 0 < simulator.moved_bytes(choice.acts) <= 20 * MIB
+    assert 0 < simulator.host_bytes(choice.acts) <= 20 * MIB
 
 
 def test_only_what_is_allowed_is_done(captured: Captured) -> None:

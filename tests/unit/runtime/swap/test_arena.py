@@ -130,6 +130,28 @@ def test_an_arena_that_cannot_grow_has_what_it_had() -> None:
     assert arena.take(2 * GRAIN)
 
 
+def test_growing_had_the_old_memory_beside_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there was no room for both there was none at all in the end."""
+    made: list[tuple[weakref.ref[torch.Tensor], int]] = []
+    mapped = arena_module._mapped
+
+    def limited(size: int) -> torch.Tensor:
+        if size + sum(n for memory, n in made if memory() is not None) > 7 * GRAIN:
+            raise HostMemoryError("no more memory", hint="none")
+        memory = mapped(size)
+        made.append((weakref.ref(memory), size))
+        return memory
+
+    monkeypatch.setattr(arena_module, "_mapped", limited)
+    arena = Arena(4 * GRAIN, pinned=False)
+    arena.grow_to(5 * GRAIN)
+    assert arena.capacity_bytes == 5 * GRAIN
+    with pytest.raises(HostMemoryError, match="no more memory"):
+        arena.grow_to(8 * GRAIN)
+    assert arena.capacity_bytes == 5 * GRAIN
+    assert arena.take(5 * GRAIN)
+
+
 def test_more_than_the_machine_has_is_refused_before_it_is_touched() -> None:
     with pytest.raises(HostMemoryError, match=r"1024\.00 TiB .* are free") as error:
         Arena(2**50, pinned=False)

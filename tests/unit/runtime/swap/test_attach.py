@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memfit
-from memfit.errors import HostMemoryError
+from memfit.errors import HostMemoryError, InfeasibleError
 from memfit.ir.plan import Plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.swap.attach import arena_for
@@ -128,15 +128,43 @@ def test_a_plan_ended_the_step_where_an_older_loss_was_kept(
 
 @pytest.mark.parametrize("executor", ["module", "graph"])
 def test_the_host_budget_holds_all_that_is_taken(zoo: SimpleNamespace, executor: str) -> None:
-    # A budget of exactly what it moves is enough to the planner.
+    # A budget of exactly what it takes is enough to the planner.
     exactly = _plan(zoo, executor).host_bytes
     plan, workload = _plan(zoo, executor, host_budget=exactly), _workload(zoo)
     with Applied(plan, workload.model) as applied:
         workload.compute_loss().backward()
         assert applied.swap is not None
         statistics = applied.swap.statistics()
-    assert 0 < statistics.host_highest_bytes <= statistics.host_bytes == exactly
+    assert 0 < statistics.host_highest_bytes <= statistics.host_bytes <= exactly
     assert statistics.stayed == 0
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+def test_tensors_of_odd_sizes_found_no_room_in_a_budget_of_what_they_have(
+    zoo: SimpleNamespace, executor: str
+) -> None:
+    """On the host each is rounded up, and the planner added up what they have."""
+
+    def workload() -> Workload:
+        made: Workload = zoo.workload(
+            lambda: zoo.Stack(blocks=2, width=63), lambda: torch.randn(61, 33, 8)
+        )
+        return made
+
+    def plan(**limits: Any) -> Plan:
+        return memfit.plan(workload(), BUDGET, strategy="swap", executor=executor, **limits)
+
+    exactly = plan().host_bytes
+    with pytest.raises(InfeasibleError) as refused:
+        plan(host_budget=exactly // 2)
+    assert f"--host-budget {exactly}" in str(refused.value.hint)
+    trained = workload()
+    with Applied(plan(host_budget=exactly), trained.model) as applied:
+        trained.compute_loss().backward()
+        assert applied.swap is not None
+        done = applied.swap.statistics()
+    assert done.moves > 0 and done.stayed == 0 and done.host_bytes <= exactly
+    assert done.host_highest_bytes > done.out.bytes, "sizes are odd"
 
 
 def test_host_memory_in_pieces_grew_past_its_budget(zoo: SimpleNamespace) -> None:
