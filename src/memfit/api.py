@@ -75,8 +75,7 @@ def profile(
             hint="leave it out, or move the workload to a CUDA device",
         )
     chosen = resolve_executor(executor, workload.device)
-    note = prefer_expandable_segments(workload.device)
-    measured = profile_compilable(
+    return _profiled(
         workload,
         segments=segments,
         executor=chosen,
@@ -86,7 +85,11 @@ def profile(
         cuda_graphs=cuda_graphs,
         progress=progress,
     )
-    return _noting(measured, note)
+
+
+def _profiled(workload: Workload, **options: Any) -> Profile:
+    note = prefer_expandable_segments(workload.device)
+    return _noting(profile_compilable(workload, **options), note)
 
 
 def _noting(profile: Profile, note: str | None) -> Profile:
@@ -311,12 +314,12 @@ def fit_workload(
         if not otherwise:
             raise
         say("not by its layers: trying compiled segments" if layers else "not as CUDA graphs")
-        base = profile(
+        base = _profiled(
             workload,
             segments=segments,
             executor="inductor" if layers else base.executor,
+            named=not layers,
             accumulate=accumulate,
-            cuda_graphs=False,
             progress=say,
         )
         whole, held = held_from(base, goal)

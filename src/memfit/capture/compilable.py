@@ -20,18 +20,19 @@ def profile_compilable(
     workload: Workload,
     *,
     executor: str | None = None,
+    named: bool | None = None,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Profile:
     """The profile that `profile_workload` makes; where nobody named an executor and this machine
     makes no code, one by `graph` with a note of the reason.
 
-    CannotCompile where an executor was named.
+    CannotCompile where an executor was `named`: where one is given, unless it is said otherwise.
     """
     try:
         return profile_workload(workload, executor=executor, progress=progress, **options)
     except CannotCompile as error:
-        if executor is not None:
+        if executor is not None if named is None else named:
             raise
         note = f"run by {INSTEAD}, not compiled: {error.reason}"
     log.warning("%s", note)  # outside of the except block what the failed run held is free

@@ -11,9 +11,10 @@ from torch._inductor.exc import InvalidCxxCompiler
 from typer.testing import CliRunner
 
 import memfit
+from memfit import api
 from memfit.capture import compilable, profile
 from memfit.cli.app import app
-from memfit.errors import MemfitError
+from memfit.errors import InfeasibleError, MemfitError
 from memfit.runtime.compile.choice import CannotCompile, no_graph
 
 
@@ -42,6 +43,25 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InvalidCxxCompiler
 
     monkeypatch.setattr("memfit.runtime.compile.backend.compile_fx_inner", fails)
+
+
+def test_a_refusal_by_layers_became_the_want_of_a_compiler_that_nobody_asked_for(
+    no_compiler: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where layers by themselves were memfit's choice, compiled segments are its second one."""
+    hold = api.hold_whole_step
+
+    def not_by_layers(workload: Any, base: Any, *rest: Any) -> Any:
+        if base.executor == "module":
+            raise InfeasibleError("by its layers", budget_bytes=1, minimum_bytes=2)
+        return hold(workload, base, *rest)
+
+    monkeypatch.setattr(api, "resolve_executor", lambda *_: None)  # as on CUDA
+    monkeypatch.setattr(api, "hold_whole_step", not_by_layers)
+    monkeypatch.setattr(profile, "usual_executor", lambda *_, **__: "module")
+    with memfit.fit_workload(workload(), "90%", steps=1) as fitted:
+        assert fitted.plan.executor == "graph"
+        assert any("not compiled: no code can be made" in note for note in fitted.result.notes)
 
 
 def test_without_a_compiler_the_operators_are_run_and_it_is_said(
