@@ -36,7 +36,11 @@ def parse_bytes(text: str | int) -> int:
     factor = _FACTORS.get(unit.upper() or "B")
     if factor is None:
         raise UsageError(f"{text!r} has an unknown unit {unit!r}", hint=_HINT)
-    return round(float(number) * factor) if "." in number else int(number) * factor
+    if "." not in number:
+        return int(number) * factor
+    if not unit:  # "1.5", where GiB may have been meant, would be two bytes
+        raise UsageError(f"{text!r} has no unit and is no whole number of bytes", hint=_HINT)
+    return round(float(number) * factor)
 
 
 def format_bytes(n: float) -> str:

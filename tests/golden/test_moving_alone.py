@@ -47,6 +47,21 @@ def test_what_is_moved_whole_is_an_end_to_fill_up_from() -> None:
     assert plan.predicted.reserved_bytes <= budget
 
 
+@pytest.mark.parametrize(("share", "host_mib"), [(0.8, 2997), (0.9, 1554)])
+def test_plans_that_were_mended_took_more_host_memory_than_they_might(
+    share: float, host_mib: int
+) -> None:
+    """The encoder was refused for its host budget, though it can be held within that."""
+    simulator = _simulator("encoder_h200")
+    goal = Goal(
+        budget_bytes=int(share * simulator.peak_bytes([])),
+        techniques=("offload",),
+        host_bytes=host_mib * 2**20,
+    )
+    assert goal.host_bytes is not None
+    assert 0 < make_plan(simulator.profile, goal).host_bytes <= goal.host_bytes
+
+
 @pytest.mark.parametrize(("share", "trims"), [(0.99, False), (0.5, True)])
 def test_pages_are_given_back_where_what_else_holds_is_far_slower(
     monkeypatch: pytest.MonkeyPatch, share: float, trims: bool

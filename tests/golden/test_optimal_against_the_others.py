@@ -107,3 +107,15 @@ def test_optimal_is_the_fastest_for_single_layers(layers: Profile, share: float)
 def test_what_is_moved_is_as_little_as_the_allocator_lets_it_be(layers: Profile) -> None:
     """Recomputing alone does not do here, and everything moved takes 2.8 times as long."""
     assert _compare(layers, 0.3) < 2.4
+
+
+def test_a_plan_that_might_move_and_does_not_is_that_of_recomputing_alone() -> None:
+    """It was another one of the same seconds, and the machine need not take both as long."""
+    profile = _profile("vit_b_16_h200.profile.json.gz")
+    budget = int(0.4 * Simulator(profile).peak_bytes([]))
+    both, alone = (
+        make_plan(profile, Goal(budget_bytes=budget, techniques=techniques))
+        for techniques in (BOTH, ("recompute",))
+    )
+    assert both.host_bytes == 0
+    assert (both.segments, both.variants) == (alone.segments, alone.variants)

@@ -32,6 +32,7 @@ from memfit.units import format_bytes, format_seconds, parse_bytes
         ("1e9", None),
         ("", None),
         ("1,5GB", None),
+        ("1.5", None),
         (True, None),
         (1.5, None),
         (None, None),

@@ -138,7 +138,7 @@ class Copies:
                 part = 1 / moments[boundary]
                 first = back[boundary] - (1 - part) * in_s[boundary]
                 ended = max(max(now, first) + work_s, back[boundary] + part * work_s)
-                stall_s += ended - work_s - now
+                stall_s += max(ended - work_s - now, 0.0)
             if table is not None:
                 table.backward.append(Stretch(boundary, ended - work_s, ended))
             now = ended

@@ -53,7 +53,8 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     def best_s() -> float:
         return min((seconds(simulator, choice) for choice in holding), default=float("inf"))
 
-    add(_alone(simulator, "recompute", RECOMPUTE, choose, float("inf")))
+    alone = _alone(simulator, "recompute", RECOMPUTE, choose, float("inf"))
+    add(alone)
     for strategy in STRATEGIES:
         if strategy == "mutwo" and not (together or holding):
             continue  # it would decide about every tensor, and again for less: nothing holds
@@ -74,7 +75,24 @@ def fastest_of_rivals(simulator: Simulator, request: Request, choose: Choose) ->
     if best_s() > proven_s:
         # To move alone is slow to plan, and the step is mostly slow; but it may take less memory.
         add(_alone(simulator, "offload", OFFLOAD, choose, best_s()))
-    return made_faster(simulator, _best(simulator, holding), request) if holding else None
+    if not holding:
+        return None
+    found = made_faster(simulator, _best(simulator, holding), request)
+    return _unless_for_nothing(simulator, found, alone, request)
+
+
+def _unless_for_nothing(
+    simulator: Simulator, found: Choice, alone: Choice | None, request: Request
+) -> Choice:
+    """What is `found`; where it moves nothing and is as fast, what recomputing `alone` finds.
+
+    The plan is then the same whether moving is allowed or not.
+    """
+    if alone is None or simulator.host_bytes(found.acts) or not _keeps(simulator, alone, request):
+        return found
+    if seconds(simulator, alone) > (1 + AS_FAST) * seconds(simulator, found):
+        return found
+    return replace(alone, lower_bound_s=found.lower_bound_s)
 
 
 def made_faster(simulator: Simulator, choice: Choice, request: Request) -> Choice:

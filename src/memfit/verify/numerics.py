@@ -27,6 +27,7 @@ from memfit.runtime.apply import Applied
 from memfit.runtime.compile.choice import OtherGraph
 from memfit.runtime.random_state import RandomState
 from memfit.verify.deterministic import deterministic
+from memfit.verify.saved_on_host import saved_on_host
 from memfit.workload import Workload
 
 # Two exact plans of one model under bf16 autocast differ by this much when fusion differs.
@@ -313,7 +314,7 @@ def _numbers(workload: Workload, planned: Applied | None, *, on_host: bool = Fal
             if planned.setup is not None:
                 stack.enter_context(planned.setup.holding_gradients())
         if on_host:
-            stack.enter_context(torch.autograd.graph.save_on_cpu())
+            stack.enter_context(saved_on_host())
         try:
             loss = workload.compute_loss()
             run_backward(workload, loss)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.errors import HostMemoryError
 from memfit.ir.result import Numerics
 from memfit.measure.step import run_backward, untouched
 from memfit.runtime.apply import Applied
@@ -76,8 +77,8 @@ class ConstantRandom(TorchDispatchMode):
 def why_parts_differ(workload: Workload) -> str | None:
     """Why a batch in two parts is another step than the whole batch, or None.
 
-    Where the whole batch has no room on the device, not even with its activations on the host,
-    that is not known.
+    Where the whole batch has no room on the device, not even with its activations on the host, or
+    these have none there, that is not known.
     """
     constant = workload_is_random(workload)
     with ConstantRandom() if constant else nullcontext():
@@ -86,7 +87,7 @@ def why_parts_differ(workload: Workload) -> str | None:
         try:
             whole, _ = unplanned_numbers(workload, None)
             parts = _numbers_of_parts(workload, 2, None)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, HostMemoryError):
             return None
         except Exception as error:  # whatever a model says to a batch that it is not made for
             said = str(error).strip().split("\n")[0]

@@ -723,6 +723,14 @@ def test_tensors_of_any_size_were_refused_as_a_limit() -> None:
     assert forced.statistics.swaps > 2
 
 
+def test_a_cpu_with_a_number_moved_nothing(moved: list[float]) -> None:
+    chain = Chain()
+    with valve(device="cpu:0") as under:
+        chain.grow(3)
+    assert moved == [1, 2] and under.statistics.swaps == 2
+    chain.check()
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="there is no CUDA device here") as caught:

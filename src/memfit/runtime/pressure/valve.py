@@ -188,7 +188,8 @@ def _device(value: torch.device | str) -> torch.device:
         )
     if device.type == "cuda":
         _check_cuda(device)
-    return device
+        return device
+    return torch.device("cpu")  # there is one, and its tensors know no index
 
 
 def _check_cuda(device: torch.device) -> None:
