@@ -31,29 +31,30 @@ def _good(rows: Mapping[str, Row]) -> list[tuple[str, Row]]:
 def _everything(rows: Mapping[str, Row]) -> list[str]:
     lines = [
         "Bound: bytes out / rate + bytes back / rate, or the plain step if that takes longer. "
-        "Rates are those of plain pinned copies in the same run.",
+        "Rates are those of plain pinned copies in the same run. Steps ran without a cap: what is "
+        "held is what the allocator kept when nothing asked it for less.",
         "",
-        "| workload, executor | plain | swap | peak | / save_on_cpu | GB/s out, back (share of "
-        "pinned) | hidden | stalls | step / bound | predicted step, peak | A/A | numbers |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| workload, executor | plain | swap | peak | held | / save_on_cpu | GB/s out, back (share "
+        "of pinned) | hidden | stalls | step / bound | predicted step, peak | A/A | numbers |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, row in _good(rows):
         systems, moved = row["systems"], row["traffic"]
         plain, swap = systems["plain"], systems["swap"]
         if "step_s" not in swap:
-            lines.append(f"| {key} | | {swap['error']} |" + " |" * 9)
+            lines.append(f"| {key} | | {swap['error']} |" + " |" * 10)
             continue
         if not moved["moved_bytes"]:
-            lines.append(f"| {key} | {_ms(plain)}, {_mb(plain)} | nothing was moved |" + " |" * 9)
+            lines.append(f"| {key} | {_ms(plain)}, {_mb(plain)} | nothing was moved |" + " |" * 10)
             continue
         peer = systems.get("save_on_cpu", {})
         beside = "not measured"
         if "step_s" in peer:
-            beside = f"{swap['step_s'] / peer['step_s']:.2f} of {_ms(peer)}, {_mb(peer)}"
+            beside = f"{swap['step_s'] / peer['step_s']:.2f} of {_ms(peer)}, {_mb(peer)}, held {_held(peer)}"
         said = row["predicted"]
         lines.append(
             f"| {key} | {_ms(plain)}, {_mb(plain)} | {_ms(swap)}, {_mb(swap)} "
-            f"| {swap['peak_bytes'] / plain['peak_bytes'] - 1:+.0%} | {beside} "
+            f"| {swap['peak_bytes'] / plain['peak_bytes'] - 1:+.0%} | {_held(swap)} | {beside} "
             f"| {moved['out_gb_per_s']:.1f}, {moved['in_gb_per_s']:.1f} "
             f"({moved['out_share']:.0%}, {moved['in_share']:.0%}) "
             f"| {moved['hidden_share']:.0%} | {moved['stalls']:.0f}, "
@@ -68,8 +69,8 @@ def _everything(rows: Mapping[str, Row]) -> list[str]:
 def _at_the_peers_peak(rows: Mapping[str, Row]) -> list[str]:
     lines = [
         "",
-        "| workload, executor | system | peak | step | / save_on_cpu |",
-        "|---|---|---|---|---|",
+        "| workload, executor | system | peak | held | step | / save_on_cpu |",
+        "|---|---|---|---|---|---|",
     ]
     for key, row in _good(rows):
         systems = row["systems"]
@@ -77,7 +78,7 @@ def _at_the_peers_peak(rows: Mapping[str, Row]) -> list[str]:
         if "step_s" not in peer:
             continue
         lines += [
-            f"| {key} | {name} | {_mb(system)} | {_ms(system)} "
+            f"| {key} | {name} | {_mb(system)} | {_held(system)} | {_ms(system)} "
             f"| {system['step_s'] / peer['step_s']:.2f} |"
             for name, system in systems.items()
             if "step_s" in system and name in ("save_on_cpu", *AT_ITS_PEAK)
@@ -153,7 +154,8 @@ def _strategy(found: Row, base: float) -> list[str]:
 def _simulated(rows: Mapping[str, Row]) -> list[str]:
     lines = [
         "Every row is simulated: the profile above, with seconds and copy rates scaled by "
-        "published peak rates; nobody measured it.",
+        "published peak rates; nobody measured it. Only speeds are those of the card: what such a "
+        "step takes may be more than the card has.",
         "",
         "| workload, card | strategy | | step / unplanned | waits | recomputed | moved |",
         "|---|---|---|---|---|---|---|",
@@ -165,7 +167,7 @@ def _simulated(rows: Mapping[str, Row]) -> list[str]:
                 continue
             lines.append(
                 f"| {key} | {system} | simulated | {found['predicted_ratio']:.3f} "
-                f"| {found['predicted_stall_s'] * 1e3:.1f} ms "
+                f"| {max(found['predicted_stall_s'], 0.0) * 1e3:.1f} ms "
                 f"| {found['recomputed_bytes'] / MIB:.0f} MB "
                 f"| {found['offloaded_bytes'] / MIB:.0f} MB |"
             )
@@ -281,6 +283,10 @@ def _ms(row: Row) -> str:
 
 def _mb(row: Row) -> str:
     return f"{row['peak_bytes'] / MIB:.0f} MB"
+
+
+def _held(row: Row) -> str:
+    return f"{row['reserved_bytes'] / MIB:.0f} MB" if "reserved_bytes" in row else "not stored"
 
 
 _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Row]], list[str]]]] = {

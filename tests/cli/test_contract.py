@@ -21,7 +21,8 @@ GOAL = "--budget --utilization --activation-reduction --max-slowdown"
 VERBS = {
     "fit": f"{TARGET} {GOAL} {HOW} --cuda-graphs --references --plan --steps --output -o",
     "plan": f"{TARGET} {GOAL} {HOW} --sweep --all --decisions --output -o",
-    "profile": f"{TARGET} --segments --executor --accumulate --all --output -o --plots",
+    "profile": f"{TARGET} --segments --executor --accumulate --all --output -o --plots "
+    "--components --steps",
     "batch-size": f"{TARGET} --budget --utilization --allow --executor --with-plan --max-size "
     "--steps",
     "bench": f"{TARGET.replace('target', 'targets')} --suite --workloads --systems --budgets "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +17,14 @@ from memfit.cli.target import Target, accumulating
 from memfit.errors import UsageError
 
 if TYPE_CHECKING:
+    from memfit.ir.component_times import ComponentTimes
     from memfit.ir.profile import Profile
+    from memfit.ir.timeline import Timeline
+    from memfit.report.profile import Row
+    from memfit.workload import Workload
+
+_STEPS = 10  # that components are timed in
+_NO_COMPONENTS = "components are not timed: the plain step does not fit on the device"
 
 
 def profile(
@@ -42,6 +51,18 @@ def profile(
             "time and memory against rank.",
         ),
     ] = False,
+    components: Annotated[
+        bool,
+        typer.Option(
+            "--components",
+            help="Also time the components of the plain step: forward and backward by segment, "
+            "recomputing of the model's own, the optimizer.",
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", min=1, help="Steps to time them in (default 10)."),
+    ] = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     dtype: options.Dtype = None,
@@ -55,6 +76,7 @@ def profile(
     with opened(as_json=as_json, verbose=verbose) as session:
         what = Target(target, batch, seq, dtype, optimizer, device, fields or [])
         check_executor(executor)
+        _check_components(components, steps, accumulate)
         if plots:
             _check_plots(output)
         make_folder(output)
@@ -64,17 +86,25 @@ def profile(
         from memfit.planning.call_peaks import call_peaks
         from memfit.planning.simulate import Simulator
         from memfit.planning.strategies import saved_bytes
+        from memfit.report.component_times import component_report
         from memfit.report.csv import write_csv
         from memfit.report.profile import profile_report, segment_rows, timeline_rows
 
         session.progress(f"building {target}")
+        workload = what.build()
         measured = api.profile(
-            what.build(),
+            workload,
             segments=segments,
             executor=executor,
             accumulate=accumulate,
             progress=session.progress,
         )
+        times = None
+        if components and measured.baseline is None:
+            measured = replace(measured, notes=(*measured.notes, _NO_COMPONENTS))
+        elif components:
+            session.progress("timing the components of the step")
+            times = _component_times(workload, steps, segments)
         simulator = Simulator(measured)
         timeline = simulator.timeline([])
         saved = [saved_bytes(simulator, call.index) for call in measured.graph.calls]
@@ -86,27 +116,11 @@ def profile(
                 write_csv(output / "timeline.csv", timeline_rows(timeline))
                 drawn = _write_tables(measured, output, plots=plots)
         if session.as_json:
-            session.emit(
-                {
-                    "workload": measured.workload,
-                    "device": to_data(measured.device),
-                    "executor": measured.executor,
-                    "static": measured.graph.static,
-                    "gradient_bytes": measured.graph.gradient_bytes,
-                    "step_s": measured.step_s,
-                    "baseline": to_data(measured.baseline),
-                    "copy": to_data(measured.copy),
-                    "simulated_peak": {
-                        "peak_bytes": timeline.peak_bytes,
-                        "categories": timeline.peak_categories,
-                        "where": timeline.peak.where,
-                    },
-                    "segments": rows,
-                    "notes": list(measured.notes),
-                }
-            )
+            session.emit(_as_data(measured, timeline, rows, times))
             return
         session.show(*profile_report(measured, rows, timeline, every=every))
+        if times is not None:
+            session.line(f"\n{component_report(times).rstrip()}\n")
         if output is not None:
             names = ", ".join(dict.fromkeys(path.stem for path in drawn))
             session.line(
@@ -115,6 +129,58 @@ def profile(
             )
         same = [*setup_words(segments or [], executor), *accumulating(accumulate)]
         session.line(f"next: {what.command('plan', '--sweep', *same)}")
+
+
+def _check_components(asked: bool, steps: int | None, accumulate: int) -> None:
+    """Refuse what would be left undone, or be of another step than the rest."""
+    if steps is not None and not asked:
+        raise UsageError(
+            "--steps are those that components are timed in, and none are asked for",
+            hint="add --components",
+        )
+    if asked and accumulate > 1:
+        raise UsageError(
+            f"components are timed of one batch and a step of the optimizer, not of {accumulate}",
+            hint="leave --accumulate out: the seconds of a batch's forward and backward are those",
+        )
+
+
+def _component_times(
+    workload: Workload, steps: int | None, segments: list[str] | None
+) -> ComponentTimes:
+    """Where the seconds of the plain step go; its batch is there already, so there is no loader."""
+    from memfit.observe.components import component_times
+
+    return component_times(workload, steps=steps or _STEPS, segments=segments or None)
+
+
+def _as_data(
+    measured: Profile,
+    timeline: Timeline,
+    rows: Sequence[Row],
+    times: ComponentTimes | None,
+) -> dict[str, Any]:
+    """What --json prints; without --components these are null."""
+    from memfit.ir.codec import to_data
+
+    return {
+        "workload": measured.workload,
+        "device": to_data(measured.device),
+        "executor": measured.executor,
+        "static": measured.graph.static,
+        "gradient_bytes": measured.graph.gradient_bytes,
+        "step_s": measured.step_s,
+        "baseline": to_data(measured.baseline),
+        "copy": to_data(measured.copy),
+        "simulated_peak": {
+            "peak_bytes": timeline.peak_bytes,
+            "categories": timeline.peak_categories,
+            "where": timeline.peak.where,
+        },
+        "segments": rows,
+        "components": None if times is None else times.to_json(),
+        "notes": list(measured.notes),
+    }
 
 
 def _check_plots(output: Path | None) -> None:

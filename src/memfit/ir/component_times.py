@@ -56,8 +56,9 @@ class CopyTime:
 class ComponentTimes:
     """Means over the middle half of `steps` steps, each from a standing start and run to its end.
 
-    `components` were taken on the device's own timeline; `step_s` is the whole step by the host's
-    clock. `recompute` says how recomputing was told from the rest of the backward.
+    `components` were taken on the device's own timeline, and are only those that could be told
+    apart; `step_s` is the whole step by the host's clock. `recompute` says how recomputing was told
+    from the rest of the backward. There are no `segments` where a step is launched as CUDA graphs.
     """
 
     workload: dict[str, str]

@@ -8,6 +8,7 @@ than it is to a loop that nobody waits for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from memfit.observe.marks import OUTSIDE
 from memfit.observe.timed_steps import TimedSteps, fitted_steps, plain_steps
 from memfit.runtime.apply import Applied
 from memfit.runtime.calls import Route
+from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.signature import describe
 from memfit.workload import Workload
 
@@ -30,6 +32,12 @@ NOTHING = "nothing is recomputed"
 BY_REPLAY = "timed where segments are repeated"
 BY_DIFFERENCE = "a segment's backward, less that of the same segment with everything kept"
 NOT_APART = "inside a segment not told from its backward"
+IN_A_GRAPH = "not told from the backward"
+LAUNCHED = (
+    "forward and backward are launched as one CUDA graph each, which calls no segment: neither "
+    "segments nor recomputing are told apart"
+)
+_UNTIL_LAUNCHED = 2  # steps: the first of its kind runs as ever, the second is captured
 
 
 @alone()
@@ -83,7 +91,7 @@ def _of_workload(
 def _of_fitted(
     fitted: Fitted, loader: Iterable[Any] | None, steps: int, warmup: int
 ) -> ComponentTimes:
-    applied, plan = fitted.applied, fitted.plan
+    applied = fitted.applied
     if not applied.at_work:
         raise UsageError(
             "the plan was taken off the model, so there is no fitted step to time",
@@ -94,6 +102,18 @@ def _of_fitted(
             f"the gradients of {fitted.waiting} batches wait for the optimizer",
             hint="call fitted.flush() first",
         )
+    if applied.graphs is not None and applied.graphs.refused is None:
+        times = _of_launched(fitted, applied.graphs, loader, steps, warmup)
+        if times is not None:
+            return times
+    return _by_segments(fitted, loader, steps, warmup)
+
+
+def _by_segments(
+    fitted: Fitted, loader: Iterable[Any] | None, steps: int, warmup: int
+) -> ComponentTimes:
+    """Those of a step whose model is called, and its segments with it."""
+    applied, plan = fitted.applied, fitted.plan
     timed = fitted_steps(fitted, loader)
     inside = [i for i, s in enumerate(plan.segments) if s.recomputed_bytes and s.run is None]
     kept = _everything_kept(fitted, timed) if inside else None
@@ -118,6 +138,46 @@ def _of_fitted(
     return _times(timed, names, "; ".join(ways) or NOTHING, copies, notes)
 
 
+def _of_launched(
+    fitted: Fitted,
+    graphs: CudaGraphs,
+    loader: Iterable[Any] | None,
+    steps: int,
+    warmup: int,
+) -> ComponentTimes | None:
+    """Those of a step launched as CUDA graphs: its phases, for a launch calls no segment.
+
+    Marks inside the model would be captured, or be left out when the graph is launched. None where
+    it turns out that no step is launched: then there is more to be seen.
+    """
+    applied, plan = fitted.applied, fitted.plan
+    timed = fitted_steps(fitted, loader, inside=False)
+    warmup = max(warmup, _UNTIL_LAUNCHED)
+    applied.undo()
+    try:
+        with untouched(fitted.workload), applied:
+            for _ in range(warmup):
+                timed.run(counts=False)
+            before = graphs.replays
+            for _ in range(steps):
+                timed.run(counts=True)
+            launched = graphs.replays - before
+    finally:
+        applied.install()
+    if not launched or graphs.refused is not None:
+        return None
+    notes = [LAUNCHED]
+    calls = steps * timed.batches_per_step * plan.split * plan.model_calls
+    if launched < calls:
+        why = "batches differ" if graphs.as_ever is None else graphs.as_ever
+        notes.append(
+            f"{calls - launched} of {calls} calls of the model were not launched ({why}), and what "
+            "follows such a call is captured anew: the times are of all of these"
+        )
+    recomputes = plan.recomputed_bytes > 0
+    return _times(timed, None, IN_A_GRAPH if recomputes else NOTHING, notes=notes)
+
+
 def _everything_kept(fitted: Fitted, timed: TimedSteps) -> tuple[Applied, TimedSteps] | None:
     """The same step with nothing recomputed, by the same executor, to compare backwards with.
 
@@ -127,7 +187,8 @@ def _everything_kept(fitted: Fitted, timed: TimedSteps) -> tuple[Applied, TimedS
     waits = plan.host_bytes or "step_in_backward" in plan.setup
     if waits or plan.split > 1 or timed.batches_per_step > 1:
         return None
-    unplanned = Applied(plan.unplanned(), fitted.workload.model)
+    # What could not be launched as CUDA graphs is compared with what is not, either.
+    unplanned = Applied(replace(plan.unplanned(), cuda_graphs=False), fitted.workload.model)
     return unplanned, plain_steps(fitted.workload, timed.loader, timed.route)
 
 
@@ -183,12 +244,16 @@ def _tell_apart(timed: TimedSteps, kept: tuple[Applied, TimedSteps], inside: lis
 
 def _times(
     timed: TimedSteps,
-    names: Sequence[str],
+    names: Sequence[str] | None,
     recompute: str,
     copies: CopyTime | None = None,
     notes: Sequence[str] = (),
 ) -> ComponentTimes:
-    shown = [c for c in COMPONENTS if c != "loader" or timed.loader is not None]
+    """What was seen, with the segments of these `names`; None: they were not told apart."""
+    unknown = {"loader"} if timed.loader is None else set()
+    if recompute == IN_A_GRAPH:
+        unknown.add("recompute")
+    rows = [] if names is None else [*enumerate(names), (OUTSIDE, "")]
     segments = [
         SegmentTime(
             name,
@@ -196,7 +261,7 @@ def _times(
             timed.seconds("backward", index),
             timed.seconds("recompute", index),
         )
-        for index, name in [*enumerate(names), (OUTSIDE, "")]
+        for index, name in rows
     ]
     return ComponentTimes(
         workload=describe(timed.workload),
@@ -204,7 +269,7 @@ def _times(
         steps=len(timed.walls),
         step_s=timed.step_s(),
         step_spread_s=summarise(timed.walls).spread_s,
-        components={name: timed.seconds(name) for name in shown},
+        components={c: timed.seconds(c) for c in COMPONENTS if c not in unknown},
         segments=tuple(segments),
         recompute=recompute,
         copies=copies,

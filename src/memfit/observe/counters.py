@@ -18,8 +18,10 @@ from memfit.errors import UsageError
 from memfit.measure.allocations import Event, highest_and_last, recording
 from memfit.measure.memory import cuda_capacity, living_storages
 from memfit.runtime.swap.host_memory import free_host_bytes
+from memfit.units import format_bytes
 
 _STATUS, _RESET = "/proc/self/status", "/proc/self/clear_refs"
+_SHARED_POOL = (0, 0)  # of the CUDA allocator, for everything that is not captured
 _RESET_PEAK = b"5"  # see proc(5): sets the peak of resident memory to the current value
 
 
@@ -75,6 +77,10 @@ class Counter(Protocol):
 
     def capacity_bytes(self) -> int:
         """What the process may take."""
+        ...
+
+    def left_out(self) -> str | None:
+        """What the readings did not count, in words, at the end; None: nothing that is known of."""
         ...
 
     def close(self) -> None:
@@ -136,6 +142,16 @@ class CudaCounter:
         """The process's share of the device, less what others hold of it."""
         return cuda_capacity(self._device)
 
+    def left_out(self) -> str | None:
+        """The memory of CUDA graphs that counts as free between their launches."""
+        size = private_free_bytes(self._device)
+        if not size:
+            return None
+        return (
+            f"not in these numbers: up to {format_bytes(size)} in private pools, which CUDA graphs "
+            "use while the allocator counts it as free"
+        )
+
     def close(self) -> None:
         """Nothing was opened."""
 
@@ -185,6 +201,10 @@ class ResidentCounter:
     def capacity_bytes(self) -> int:
         """What the process has, and what the system or its control group would still give it."""
         return self._read()[1] + free_host_bytes()
+
+    def left_out(self) -> str | None:
+        """Nothing."""
+        return None
 
     def close(self) -> None:
         """Close the kernel's files."""
@@ -236,6 +256,10 @@ class LiveCounter:
         """What lives, and what the system or its control group would still give."""
         return self._live + free_host_bytes()
 
+    def left_out(self) -> str | None:
+        """Nothing."""
+        return None
+
     def close(self) -> None:
         """Stop the recording under way."""
         if self._stack is not None:
@@ -253,6 +277,22 @@ class LiveCounter:
     def _record(self) -> None:
         self._stack = ExitStack()
         self._events = self._stack.enter_context(recording(self._device))
+
+
+def private_free_bytes(device: torch.device) -> int:
+    """Bytes of private pools, such as those of CUDA graphs, that nothing is allocated in now.
+
+    The memory of the whole process is gone through: for the end of a loop, not for every step.
+    """
+    if torch.cuda.memory.get_allocator_backend() != "native":
+        return 0  # others have no pools to be seen
+    private = (
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == device.index
+        and tuple(segment.get("segment_pool_id", _SHARED_POOL)) != _SHARED_POOL
+    )
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
 
 
 def _kilobytes(text: bytes, name: bytes) -> int:

@@ -30,7 +30,8 @@ class LiveLine:
     `samples` is how many each step sees (`unit="tokens"` names them); a function is asked after
     each step. `copies` says how many are in flight: `lambda: fitted.applied.copies_in_flight`, or
     `lambda: valve.copies_in_flight` of a memfit.pressure.
-    Drawn at most five times a second; where stderr is no terminal, once, at the end.
+    Drawn at most five times a second; where stderr is no terminal, once, at the end. Memory that
+    CUDA graphs use is not in it: a profiler knows how much that is when it stops.
     """
 
     def __init__(

@@ -72,6 +72,7 @@ class MemoryProfiler:
         self._records: list[Record] = []
         self._rest: Record | None = None  # of the step under way: what no phase covers
         self._phases: dict[str, Record] = {}  # of the step under way
+        self._begun: list[Record] = []  # of a step whose batch never came: its loader failed
         self._phase: str | None = None  # under way
         self._last: Reading | None = None
         self._last_at_s = 0.0
@@ -81,6 +82,7 @@ class MemoryProfiler:
         self._stopped_s: float | None = None
         self._initial_bytes = self._capacity_bytes = 0
         self._notes: list[str] = []  # of an error that ended the loop
+        self._left_out: str | None = None  # what the numbers do not say, known at the end
 
     def start(self) -> Self:
         """Begin to count."""
@@ -121,9 +123,15 @@ class MemoryProfiler:
         if error is None:
             self.stop()
             return
-        self._failed(error, OTHER)
-        if self._rest is not None:  # the step that failed is worth seeing
+        # The step that failed is worth seeing.
+        if self._rest is not None:
+            self._failed(error, OTHER)
             self._end_step(self._rest)
+        elif self._notes:
+            self._records += self._begun
+        elif isinstance(error, Exception):
+            self._record_unfinished()
+            self._failed(error, OTHER)
         self._finish()
 
     def record_step(self, step: int, phase: str = WHOLE) -> None:
@@ -145,6 +153,9 @@ class MemoryProfiler:
         rest = self._begin_step(number)
         try:
             yield
+        except Exception as error:
+            self._failed(error, OTHER)
+            raise
         finally:
             self._end_step(rest)
 
@@ -158,6 +169,7 @@ class MemoryProfiler:
                 with self.phase(LOADER):
                     fetched.extend(_next_of(batches))
             except BaseException:
+                self._begun = [*self._phases.values()]
                 self._cancel_step()
                 raise
             if not fetched:
@@ -220,7 +232,7 @@ class MemoryProfiler:
             initial_bytes=self._initial_bytes,
             snapshots=tuple(record.snapshot(timed) for record in self._records),
             duration_s=(self._stopped_s or time.perf_counter()) - self._started_s,
-            notes=tuple(self._notes),
+            notes=(*self._notes, *([] if self._left_out is None else [self._left_out])),
         )
 
     @property
@@ -320,7 +332,7 @@ class MemoryProfiler:
         wanted = self._last_step + 1 if number is None else number
         rest = Record(self._number(wanted, again=False), OTHER)  # from the end of the step before
         self._rest, self._phases = rest, {}
-        self._notes = []  # the loop went on
+        self._notes, self._begun = [], []  # the loop went on
         return rest
 
     def _end_step(self, rest: Record, goes_on: bool = False) -> None:
@@ -335,6 +347,16 @@ class MemoryProfiler:
         self._records += [*self._phases.values(), rest]
         self._rest = None
         self._tell()
+
+    def _record_unfinished(self) -> None:
+        """Record what happened since the last record, which the loop failed before it could.
+
+        It counts to the step after the last recorded one: a phase that was still to come of that
+        one is not told from it.
+        """
+        record = Record(self._number(self._last_step + 1, again=False), OTHER)
+        self._lap(record)
+        self._records.append(record)
 
     def _cancel_step(self) -> None:
         assert self._rest is not None
@@ -371,6 +393,7 @@ class MemoryProfiler:
         self._counter.close()
         _at_work.pop(self.device, None)
         self._stopped_s = time.perf_counter()
+        self._left_out = self._counter.left_out()
         return self.series
 
     def _number(self, step: int, *, again: bool) -> int:

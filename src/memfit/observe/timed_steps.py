@@ -92,10 +92,13 @@ def plain_steps(workload: Workload, loader: Iterable[Any] | None, route: Route) 
     return TimedSteps(workload, route, train, loader)
 
 
-def fitted_steps(fitted: Fitted, loader: Iterable[Any] | None) -> TimedSteps:
+def fitted_steps(
+    fitted: Fitted, loader: Iterable[Any] | None, *, inside: bool = True
+) -> TimedSteps:
     """Steps of a fitted workload, as many batches each as the optimizer waits for.
 
-    Where the plan runs a batch in parts, the times of all parts add up.
+    Where the plan runs a batch in parts, the times of all parts add up. Calls of segments are
+    marked, unless nothing is to be seen `inside` of the model.
     """
     plan = fitted.plan
 
@@ -113,7 +116,7 @@ def fitted_steps(fitted: Fitted, loader: Iterable[Any] | None) -> TimedSteps:
         finally:
             fitted.on_phase = None
 
-    route = Route(plan.route, plan.model_calls)
+    route = Route(plan.route if inside else [], plan.model_calls)
     group = fitted.profile.accumulate // plan.split
     return TimedSteps(replace(fitted.workload, batch=fitted.example), route, train, loader, group)
 

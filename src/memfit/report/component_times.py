@@ -14,7 +14,10 @@ _MOST_SEGMENTS = 40
 
 
 def component_report(times: ComponentTimes) -> str:
-    """The whole report as plain text: the components add up to the step, segments to them."""
+    """The whole report as plain text: the components add up to the step, segments to them.
+
+    Without segments where none were told apart.
+    """
     rows: list[tuple[str, str | Text]] = [
         (
             "step",
@@ -30,7 +33,8 @@ def component_report(times: ComponentTimes) -> str:
         rows.append(("copies", _copies(times.copies)))
     rows += [("note", note) for note in times.notes]
     heading = Text.assemble((times.workload["name"], "bold"), f"  {times.device}")
-    return as_text([heading, _components(times), facts(rows), _segments(times)])
+    segments = [_segments(times)] if times.segments else []
+    return as_text([heading, _components(times), facts(rows), *segments])
 
 
 def _components(times: ComponentTimes) -> Table:

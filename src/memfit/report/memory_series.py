@@ -32,7 +32,7 @@ def memory_report(series: MemorySeries) -> str:
             *_spikes(series),
         ]
         if series.snapshots
-        else [Text("memory: nothing was recorded")]
+        else [Text("memory: nothing was recorded"), *_notes(series)]
     )
 
 
@@ -43,6 +43,11 @@ def as_text(parts: Iterable[RenderableType]) -> str:
         console.print(part, soft_wrap=isinstance(part, Text))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def _notes(series: MemorySeries) -> list[RenderableType]:
+    """Why there is nothing else, where that is known."""
+    return [facts([("note", Text(note)) for note in series.notes])] if series.notes else []
 
 
 def _facts(series: MemorySeries) -> list[tuple[str, str | Text]]:
@@ -88,8 +93,9 @@ def _spikes(series: MemorySeries) -> list[RenderableType]:
     spikes = series.identify_spikes()
     if not spikes:
         return [Text(f"no rise by more than {SPIKE_MB:g} MB from one step to the next")]
+    rises = "rise" if len(spikes) == 1 else "rises"
     lines: list[RenderableType] = [
-        Text(f"{len(spikes)} rises by more than {SPIKE_MB:g} MB (2^20 bytes) from step to step:")
+        Text(f"{len(spikes)} {rises} by more than {SPIKE_MB:g} MB (2^20 bytes) from step to step:")
     ]
     lines += [Text(_spike_line(spike)) for spike in spikes[:_MOST_SPIKES]]
     if len(spikes) > _MOST_SPIKES:

@@ -43,6 +43,9 @@ class Tape:
     def capacity_bytes(self) -> int:
         return 1000 * MB
 
+    def left_out(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self.closed += 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,14 @@ import memfit
 from memfit.errors import UsageError
 from memfit.ir.component_times import ComponentTimes, CopyTime
 from memfit.ir.swap import SwapStatistics, Traffic
-from memfit.observe.components import BY_DIFFERENCE, BY_REPLAY, NOTHING, component_times
+from memfit.observe.components import (
+    BY_DIFFERENCE,
+    BY_REPLAY,
+    IN_A_GRAPH,
+    LAUNCHED,
+    NOTHING,
+    component_times,
+)
 from memfit.observe.marks import (
     ENTER,
     EXIT,
@@ -28,7 +37,10 @@ from memfit.observe.marks import (
     Mark,
     add_up,
 )
+from memfit.observe.timed_steps import TimedSteps
 from memfit.report.component_times import component_report
+from memfit.runtime.apply import Applied
+from memfit.runtime.cuda_graphs import CudaGraphs
 from memfit.runtime.signature import describe
 
 
@@ -309,3 +321,112 @@ def test_a_fitted_step_tells_its_phases(large: memfit.Workload) -> None:
         for _ in range(2):
             fitted.step(large.batch)
     assert said == ["forward", "backward", "end", "forward", "backward", "optimizer", "end"]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Any:
+    """Stands in for CUDA graphs on a CPU."""
+    file = Path(__file__).parents[1] / "runtime" / "test_cuda_graphs.py"
+    spec = spec_from_file_location("stand_in_for_cuda_graphs", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OnCpu
+
+
+@pytest.fixture
+def launched(zoo: Any, on_cpu: Any) -> Iterator[memfit.Fitted]:
+    """A step that recomputes and is launched as CUDA graphs, of which none was captured yet."""
+    workload = zoo.workload(
+        lambda: zoo.Stack(blocks=6, width=64, dropout=0.0), lambda: zoo.sequences(256)
+    )
+    with memfit.fit_workload(workload, "60%", executor="module", steps=1) as fitted:
+        fitted.applied.undo()
+        applied = Applied(replace(fitted.plan, cuda_graphs=True), workload.model)
+        applied.graphs = CudaGraphs(workload.model, on_cpu(workload.model))
+        fitted.applied = applied.install()
+        yield fitted
+
+
+def graphs_of(fitted: memfit.Fitted) -> tuple[CudaGraphs, Any]:
+    graphs = fitted.applied.graphs
+    assert graphs is not None
+    return graphs, graphs._cuda
+
+
+def test_segments_of_a_step_launched_as_graphs_were_measured_as_nothing(
+    launched: memfit.Fitted,
+) -> None:
+    """A launch calls no segment: forward, backward and recompute of each read 0.0 s."""
+    assert launched.plan.recomputed_bytes > 0
+    before = [p.detach().clone() for p in launched.workload.model.parameters()]
+    times = component_times(launched, [launched.workload.batch], steps=3)
+    assert times.segments == () and "recompute" not in times.components
+    assert times.recompute == IN_A_GRAPH and times.notes == (LAUNCHED,)
+    assert times.accounted_share == pytest.approx(1, abs=0.05)
+    assert all(times.components[name] > 0 for name in ("forward", "backward", "optimizer"))
+    text = " ".join(component_report(times).split())
+    assert "calls no segment" in text and "outside of segments" not in text
+    after = list(launched.workload.model.parameters())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert launched.applied.at_work and launched.on_phase is None
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+def test_the_capture_was_in_a_counted_step(
+    launched: memfit.Fitted, monkeypatch: pytest.MonkeyPatch, warmup: int
+) -> None:
+    graphs, cuda = graphs_of(launched)
+    run, counted = TimedSteps.run, []
+
+    def watched(steps: TimedSteps, *, counts: bool) -> None:
+        captures, replays = cuda.captures, graphs.replays
+        run(steps, counts=counts)
+        if counts:
+            counted.append((cuda.captures - captures, graphs.replays - replays))
+
+    monkeypatch.setattr(TimedSteps, "run", watched)
+    times = component_times(launched, steps=3, warmup=warmup)
+    assert counted == [(0, 1)] * 3 and cuda.captures == 2
+    assert times.steps == 3
+
+
+def test_a_step_that_recomputes_nothing_says_so_when_launched(launched: memfit.Fitted) -> None:
+    applied = launched.applied
+    applied.undo()
+    plain = Applied(applied.plan.unplanned(), applied.model)
+    plain.graphs = applied.graphs
+    launched.applied = plain.install()
+    times = component_times(launched, steps=1, warmup=0)
+    assert times.recompute == NOTHING and times.components["recompute"] == 0
+
+
+def test_steps_that_were_not_launched_are_told(launched: memfit.Fitted) -> None:
+    batch = launched.workload.batch
+    times = component_times(launched, [batch, batch, batch[:-1]], steps=6)
+    assert times.segments == ()
+    told, said = times.notes
+    assert told == LAUNCHED
+    assert "4 of 6 calls of the model were not launched (the first call of its kind)" in said
+
+
+def test_a_step_with_hooks_is_not_launched_and_timed_by_its_segments(
+    launched: memfit.Fitted,
+) -> None:
+    hook = launched.workload.model.head.register_forward_hook(lambda *_: None)
+    times = component_times(launched, steps=2)
+    hook.remove()
+    check_sum(times)
+    assert times.recompute == BY_REPLAY and LAUNCHED not in times.notes
+    assert all(s.forward_s > 0 for s in times.segments if s.name)
+
+
+def test_a_step_that_cannot_be_captured_is_timed_by_its_segments(launched: memfit.Fitted) -> None:
+    _, cuda = graphs_of(launched)
+    cuda.failure = RuntimeError("operation not permitted when stream is capturing")
+    times = component_times(launched, [launched.workload.batch], steps=3)
+    check_sum(times)
+    assert times.recompute == BY_REPLAY and times.components["recompute"] > 0
+    assert len(times.segments) == len(launched.plan.segments) + 1
+    again = component_times(launched, steps=1)  # nor is its twin with everything kept captured
+    assert again.recompute == BY_REPLAY and cuda.captures == 1

@@ -124,6 +124,8 @@ class FakeAllocator:
     def __init__(self) -> None:
         self.current, self.peak, self.held, self.retries = 100, 500, 800, 3
         self.split = 80
+        self.segments: list[dict[str, Any]] = []
+        self.backend = "native"
 
     def numbers(self, device: torch.device) -> dict[str, Any]:
         return {
@@ -143,6 +145,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", fake.numbers)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: fake.segments)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: fake.backend)
     return fake
 
 
@@ -154,6 +158,43 @@ def test_cuda_peaks_are_the_allocator_s_since_the_reading_before(allocator: Fake
     allocator.retries, allocator.split = 5, 0
     assert counter.take() == Reading(150, 150, 800, 2, 0)
     counter.close()
+
+
+def segment(pool: tuple[int, int], total: int, used: int, device: int = 0) -> dict[str, Any]:
+    """A piece of the allocator's memory, as torch tells of it."""
+    sizes = {"total_size": total * MIB, "allocated_size": used * MIB}
+    return {"device": device, "segment_pool_id": pool, **sizes}
+
+
+def test_memory_of_cuda_graphs_was_in_no_peak(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between launches it counts as free, and the peak of a launched step was that of no step."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(counters, "cuda_capacity", lambda device: 1000)
+    with MemoryProfiler("cuda:0", times=False) as memory:
+        memory.record_step(0)
+        allocator.segments = [
+            segment((0, 0), 500, 100),
+            segment((0, 3), 40, 8),
+            segment((0, 3), 20, 0),
+            segment((1, 0), 4, 4),  # in use, and counted
+            segment((0, 7), 999, 0, device=1),
+        ]
+        assert memory.series.notes == (), "it is looked for once, at the end"
+    (note,) = memory.series.notes
+    assert "not in these numbers: up to 52.00 MiB in private pools" in note
+    assert note in " ".join(memory.generate_report().split())
+
+
+def test_an_allocator_without_pools_is_not_asked_for_them(allocator: FakeAllocator) -> None:
+    counter = CudaCounter(torch.device("cuda", 0))
+    assert counter.left_out() is None
+    allocator.segments = [segment((0, 3), 40, 8)]
+    assert counter.left_out() is not None
+    allocator.backend = "cudaMallocAsync"  # which has no snapshot
+    assert counter.left_out() is None
 
 
 def test_a_profiler_on_cuda_reads_events_when_the_device_has_passed_them(

@@ -124,6 +124,9 @@ def pressure(
     other threads save stays on the device, and a warning says so once where the valve notices it:
     while it has no hooks, and before a first tensor is saved in its own thread.
 
+    A model compiled as a whole saves everything at once, when its forward is over, and its backward
+    wants all of it: nothing of it can move. Compile its blocks.
+
     What torch.func.grad, vjp, jacrev and hessian save inside themselves stays on the device, for
     they forbid hooks.
 
