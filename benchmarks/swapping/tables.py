@@ -50,7 +50,8 @@ def _everything(rows: Mapping[str, Row]) -> list[str]:
         peer = systems.get("save_on_cpu", {})
         beside = "not measured"
         if "step_s" in peer:
-            beside = f"{swap['step_s'] / peer['step_s']:.2f} of {_ms(peer)}, {_mb(peer)}, held {_held(peer)}"
+            beside = f"{swap['step_s'] / peer['step_s']:.2f} of {_ms(peer)}, {_mb(peer)}"
+            beside += f", held {_held(peer)}"
         said = row["predicted"]
         lines.append(
             f"| {key} | {_ms(plain)}, {_mb(plain)} | {_ms(swap)}, {_mb(swap)} "

@@ -218,6 +218,18 @@ def test_against_an_earlier_run(memfit: Run, done: tuple[Path, Any], tmp_path: P
     assert [c["verdict"] for c in data["changes"]].count("worse") == 2
 
 
+def test_a_benchmark_without_the_cells_was_refused_after_all_had_run(
+    memfit: Run, done: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """A hundred seconds of cells, and then exit code 2."""
+    path = tmp_path / "other.json"
+    words = ["--batch", "3", "--systems", "eager", *QUICK, "-o", path, "--against", done[0]]
+    result = memfit("bench", *TARGET, *words)
+    assert result.exit_code == 2 and "has none of these cells" in result.stderr
+    assert "\nhint: " in result.stderr and "x64" in result.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing has run"
+
+
 def test_a_cell_that_fails_is_a_row_and_the_suite_goes_on(
     memfit: Run, workload_file: Callable[..., str], tmp_path: Path
 ) -> None:

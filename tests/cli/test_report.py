@@ -145,6 +145,20 @@ def test_missing_and_wrong_files_are_named(memfit, plan_file, run_json, tmp_path
     assert not page.exists()
 
 
+def test_a_run_file_of_another_name_was_taken_for_a_target(memfit, run_json, tmp_path, monkeypatch):
+    """The hint then was a list of models."""
+    other, page = tmp_path / "run.result", tmp_path / "report.html"
+    other.write_bytes(run_json.read_bytes())
+    for words in ([], ["--budget", "1GB"]):
+        said = refused(memfit("report", other, *words, "-o", page), "neither Python nor called")
+        assert f"--result {other}" in said and "--profile" in said
+    result = memfit("report", "--result", other, "--no-curve", "-o", page)
+    assert result.exit_code == 0 and page.exists(), result.stderr
+    monkeypatch.chdir(tmp_path)
+    Path("encoder").write_text("a file that is called like a target")
+    refused(memfit("report", "encoder", "-o", page), "no budget to fit into")
+
+
 def test_a_plan_for_another_profile_of_the_same_model_is_refused(memfit, tmp_path):
     from dataclasses import replace
 

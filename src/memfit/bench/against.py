@@ -50,6 +50,15 @@ def compare(
 
     Times differ when their ratio moves by more than `tolerance` and more than both runs' noise.
     """
+    found = shared_cells(before, wanted)
+    here = {cell.key: cell for cell in now.cells}
+    there = {cell.key for cell in found}
+    changes = [_change(cell, here.get(cell.key), tolerance) for cell in found]
+    return changes + [Change(key, None, here.get(key)) for key in wanted if key not in there]
+
+
+def shared_cells(before: BenchReport, wanted: Sequence[str]) -> list[Cell]:
+    """The earlier run's cells that are wanted now; UsageError where there are none."""
     keys = set(wanted)
     found = [c for c in before.cells if c.key in keys]
     if not found:
@@ -58,12 +67,9 @@ def compare(
             hint="run the same workloads and systems; the earlier one has, for example, "
             f"{before.cells[0].key!r}"
             if before.cells
-            else "the earlier one has no cells at all",
+            else "choose another file: this one has no cells at all",
         )
-    here = {cell.key: cell for cell in now.cells}
-    there = {cell.key for cell in found}
-    changes = [_change(cell, here.get(cell.key), tolerance) for cell in found]
-    return changes + [Change(key, None, here.get(key)) for key in wanted if key not in there]
+    return found
 
 
 def machine_lines(before: BenchReport, now: BenchReport) -> list[str]:

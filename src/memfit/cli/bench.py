@@ -257,13 +257,12 @@ def bench(
         _check_output(output)
         session.progress("loading torch")
         from memfit.bench.report.charts import check_charts
-        from memfit.ir.bench import BenchReport
 
         cells = asked.cells()
         if listed:
             _show_list(session, cells)
             return
-        before = None if against is None else BenchReport.load(against)
+        before = None if against is None else _earlier(against, cells)
         if not no_charts:
             check_charts()
         end = None if time_limit is None else begun + time_limit
@@ -299,6 +298,16 @@ def _render(session: Session, path: Path, *, charts: bool) -> None:
         session.emit({"files": files})
     else:
         session.line(f"written: {', '.join(files)}")
+
+
+def _earlier(path: Path, cells: list[CellSpec]) -> BenchReport:
+    """The benchmark to compare with; one that has none of the cells is refused."""
+    from memfit.bench.against import shared_cells
+    from memfit.ir.bench import BenchReport
+
+    report = BenchReport.load(path)
+    shared_cells(report, [_key(cell) for cell in cells])
+    return report
 
 
 @contextmanager

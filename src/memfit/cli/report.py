@@ -209,6 +209,7 @@ def report(
 
         strategies = [] if no_curve else curve_strategies(curve)
         if target is not None:
+            _refuse_data_file(target)
             what, goal, batches = started(what, goal, accumulate, preset, config)
             found = from_fit(session, what, goal, batches, steps)
         else:
@@ -219,6 +220,19 @@ def report(
         if strategies:
             found = with_curve(session, found, goal, strategies, points)
         _show(session, found, outputs, _write(session, found, outputs))
+
+
+def _refuse_data_file(target: str) -> None:
+    """A file that is no program is no TARGET: whoever gives one means what is in it."""
+    from memfit.targets import target_names
+
+    path = Path(target)
+    if target not in target_names() and path.suffix != ".py" and path.is_file():
+        raise UsageError(
+            f"TARGET {target!r} is a file that is neither Python nor called .json",
+            hint=f"if memfit fit -o wrote it: --result {shlex.quote(target)}; a profile is given "
+            "by --profile, a plan for it by --plan",
+        )
 
 
 def _check(outputs: Outputs, what: Target, goal: GoalOptions, files: list[str]) -> None:

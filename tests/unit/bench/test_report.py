@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from memfit.bench.report.charts import (
+    OVER_BATCH,
     Point,
     breakdown_chart,
     charts,
@@ -308,7 +309,7 @@ def test_charts_are_whole_svg_and_the_same_each_time(swept):
     pytest.importorskip("matplotlib")
     drawn = charts(swept)
     series = "encoder x128, over the batch size"
-    assert [name for name, _ in drawn[series]] == ["peak", "time", "breakdown-eager"]
+    assert [name for name, _ in drawn[series]] == ["peak", "time", "latency", "breakdown-eager"]
     for found in drawn.values():
         for _, svg in found:
             assert ElementTree.fromstring(svg).tag.endswith("svg")
@@ -332,8 +333,58 @@ def test_a_chart_of_cells_that_all_died_can_be_drawn(swept, report):
     pytest.importorskip("matplotlib")
     dead = [replace(c, status=OUT_OF_MEMORY, peak_bytes=None, step_s=None) for c in swept.cells]
     ((series, specs),) = series_of(swept).items()
-    svg = sweep_chart(replace(swept, cells=tuple(dead)), series, specs, "peak")
-    assert "eager: out of memory" in svg
+    for over in OVER_BATCH:
+        svg = sweep_chart(replace(swept, cells=tuple(dead)), series, specs, over)
+        assert "eager: out of memory" in svg
+
+
+def test_times_over_the_batch_size_were_milliseconds_of_different_processes(swept):
+    """Which the report itself says not to compare: on a slower clock all of a system's look slow.
+
+    Drawn are ratios to the eager step of the same process; a chart of latency says what it is.
+    """
+    pytest.importorskip("matplotlib")
+
+    def slower(times):
+        """The cell as a machine would have measured it that takes so many times as long."""
+
+        def changed(cell):
+            if not cell.ok:
+                return cell
+            base = cell.reference
+            seconds = {"step_s": base.step_s * times, "again_s": base.again_s * times}
+            return replace(cell, step_s=cell.step_s * times, reference=replace(base, **seconds))
+
+        cells = [changed(c) if c.system == "memfit:65%" else c for c in swept.cells]
+        return dict(charts(replace(swept, cells=tuple(cells)))[series])
+
+    series = "encoder x128, over the batch size"
+    first, second = slower(1), slower(4)  # powers of two: the same ratios to the last bit
+    assert first["time"] == second["time"] and first["latency"] != second["latency"]
+    words = " ".join(re.findall("<text [^>]*>([^<]*)<", first["time"]))
+    assert "as a ratio to the eager step beside it" in words and "eager again (A/A)" in words
+    words = " ".join(re.findall("<text [^>]*>([^<]*)<", first["latency"]))
+    assert "in ms, each system in a process of its own: compare ratios" in words
+
+
+def test_ratios_over_the_batch_size_have_their_intervals_and_no_other_reference(swept):
+    pytest.importorskip("matplotlib")
+    ((series, specs),) = series_of(swept).items()
+    (time,) = [over for over in OVER_BATCH if over.one]
+    rounds = ByRounds(1.1, 1.05, 1.3)
+    cells = [replace(c, by_rounds=rounds) if c.ok else c for c in swept.cells]
+    svg = sweep_chart(replace(swept, cells=tuple(cells)), series, specs, time)
+    assert "where it lies in 19 of 20 cases" in svg
+    assert "where it lies" not in sweep_chart(swept, series, specs, time)
+    beside = replace(cells[-1], reference=replace(cells[-1].reference, kind="unplanned"))
+    svg = sweep_chart(replace(swept, cells=(*cells[:-1], beside)), series, specs, time)
+    assert f"{beside.system}: no eager step beside it" in svg
+
+
+def test_the_parts_of_a_peak_did_not_say_that_they_are_predicted(swept):
+    for text in (markdown(swept), page(swept, {})):
+        assert text.count("The parts are predicted") == 2, "one for each batch size"
+        assert "Unaccounted is the measured peak less all parts" in text
 
 
 def test_without_matplotlib_there_is_a_hint(monkeypatch):

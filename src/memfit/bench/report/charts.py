@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from typing import Any, NamedTuple
 
 from memfit.bench.report.labels import Box, broken, place_names
-from memfit.bench.report.tables import part_names, parts, series_of
+from memfit.bench.report.tables import EAGER, part_names, parts, series_of
 from memfit.bench.verdict import comparable, is_memfit, pareto_front
 from memfit.errors import UsageError
 from memfit.ir.bench import OUT_OF_MEMORY, BenchReport, Cell, WorkloadSpec
@@ -28,6 +28,7 @@ _MARKS = "osDvPX<>dhp"
 _PARTS = {**COLOURS, "beside CUDA graphs": "#8a4fc0", "unaccounted": "#999999"}
 _OTHER = "#0b62c4"
 _FAR = 1.5  # times memfit's slowest: what takes longer would press all others together
+_WIDE = 5.0  # times the smallest ratio: from there on their axis has steps of factors
 _NAME_SIZE = 8  # points
 
 
@@ -57,8 +58,7 @@ def charts(report: BenchReport) -> dict[str, list[tuple[str, str]]]:
     for series, specs in series_of(report).items():
         title = f"{series}, over the batch size"
         drawn = found.setdefault(title, [])
-        drawn.append(("peak", sweep_chart(report, series, specs, "peak")))
-        drawn.append(("time", sweep_chart(report, series, specs, "time")))
+        drawn += [(over.name, sweep_chart(report, series, specs, over)) for over in OVER_BATCH]
         for system, bars in _split_by_system(report, specs).items():
             chart = breakdown_chart(f"{series}, {system}: what the peak is made of", bars)
             drawn.append((f"breakdown-{system}", chart))
@@ -161,53 +161,157 @@ def _name_font(point: Point) -> dict[str, Any]:
     return {"fontsize": _NAME_SIZE, "fontweight": "bold" if point.own else "normal"}
 
 
-def sweep_chart(report: BenchReport, series: str, specs: Sequence[WorkloadSpec], what: str) -> str:
-    """Peak or time of every system over the batch size; what ran out of memory is named there."""
+class Value(NamedTuple):
+    """What a cell has in a chart over the batch size; the true value lies within the interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class OverBatch(NamedTuple):
+    """A quantity over the batch size: `one` marks what the eager step is at."""
+
+    name: str
+    title: str
+    axis: str
+    of: Callable[[Cell], Value | None]
+    one: bool = False
+
+
+def _peak_value(cell: Cell) -> Value | None:
+    return None if cell.peak_bytes is None else Value(_mb(cell), _mb(cell), _mb(cell))
+
+
+def _ratio_value(cell: Cell) -> Value | None:
+    """Its time over the eager step's, the eager step's own over itself again, as in the tables.
+
+    None beside another step, whose ratio says something else.
+    """
+    base = cell.reference
+    if base is None or base.kind != EAGER:
+        return None
+    again = cell.system == EAGER
+    ratio = cell.same_code_ratio if again else cell.ratio
+    rounds = base.again_by_rounds if again else cell.by_rounds
+    if ratio is None:
+        return None
+    return Value(ratio, *((ratio, ratio) if rounds is None else (rounds.low, rounds.high)))
+
+
+def _latency_value(cell: Cell) -> Value | None:
+    return None if cell.step_s is None else Value(*[cell.step_s * 1e3] * 3)
+
+
+OVER_BATCH = (
+    OverBatch("peak", "peak over the batch size", f"peak, {MB}", _peak_value),
+    OverBatch(
+        "time",
+        "time over the batch size, as a ratio to the eager step beside it",
+        "time / eager step of the same process",
+        _ratio_value,
+        one=True,
+    ),
+    OverBatch(
+        "latency",
+        "latency over the batch size, in ms, each system in a process of its own: compare ratios",
+        "step, ms (of different processes)",
+        _latency_value,
+    ),
+)
+
+
+def sweep_chart(
+    report: BenchReport, series: str, specs: Sequence[WorkloadSpec], over: OverBatch
+) -> str:
+    """A quantity of every system over the batch size; what has none is named there with why."""
     names = [w.name for w in specs]
     systems = dict.fromkeys(
         c.system for c in report.cells if c.workload in names and c.largest is None
     )
-    check_charts()
-    from matplotlib.ticker import FuncFormatter
-
-    with _figure(f"{series}: {what} over the batch size") as (axes, done):
+    with _figure(f"{series}: {over.title}") as (axes, done):
+        apart = over.one and any(c.by_rounds for c in report.cells if c.workload in names)
+        shown: list[Value] = []
         lost: dict[int | None, list[str]] = {}
         styles = _styles([system.startswith("memfit") for system in systems])
-        for system, (color, mark) in zip(systems, styles, strict=True):
-            found = [(w.batch, report.find(w.name, system)) for w in specs]
-            points = [
-                (size, _mb(c) if what == "peak" else c.step_s * 1e3)
-                for size, c in found
-                if c is not None and c.ok and c.peak_bytes is not None and c.step_s is not None
-            ]
+        for number, (system, (color, mark)) in enumerate(zip(systems, styles, strict=True)):
+            aside = _beside(number, len(systems)) if apart else 1.0
+            points = []
+            for spec in specs:
+                cell = report.find(spec.name, system)
+                value = over.of(cell) if cell is not None and cell.ok else None
+                if value is not None and spec.batch is not None:
+                    points.append((spec.batch * aside, value))
+                elif cell is not None and (why := _why_not(cell)):
+                    lost.setdefault(spec.batch, []).append(f"{system}: {why}")
             if points:
-                axes.plot(*zip(*points, strict=True), marker=mark, color=color, label=system)
-            for size, cell in found:
-                if cell is not None and cell.status == OUT_OF_MEMORY:
-                    lost.setdefault(size, []).append(f"{system}: out of memory")
-        for size, lines in lost.items():
-            axes.annotate(
-                "\n".join(lines),
-                (size, 1.0),
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                va="top",
-                ha="center",
-                fontsize=7,
-                color=_OWN,
-            )
-        axes.set_xscale("log", base=2)
+                name = f"{system} again (A/A)" if over.one and system == EAGER else system
+                _plot(axes, points, marker=mark, color=color, label=name)
+                shown += [value for _, value in points]
+        _name_lost(axes, lost)
+        _batch_axes(axes, [w.batch for w in specs], over, shown)
+    return done[0]
+
+
+def _beside(number: int, count: int) -> float:
+    """By what a system's batch sizes are multiplied, so that intervals do not hide each other."""
+    return 2 ** (0.05 * (number - (count - 1) / 2))
+
+
+def _why_not(cell: Cell) -> str | None:
+    """Why a cell is not in a chart, where memory is the reason."""
+    if cell.status == OUT_OF_MEMORY:
+        return OUT_OF_MEMORY
+    return "no eager step beside it" if cell.ok else None
+
+
+def _plot(axes: Any, points: Sequence[tuple[float, Value]], **look: Any) -> None:
+    """A line through the points, with their intervals."""
+    sizes = [size for size, _ in points]
+    axes.plot(sizes, [value.value for _, value in points], markersize=5, **look)
+    axes.vlines(
+        sizes, [v.low for _, v in points], [v.high for _, v in points], color=look["color"], lw=1
+    )
+
+
+def _name_lost(axes: Any, lost: Mapping[int | None, Sequence[str]]) -> None:
+    """What is missing at a batch size, at the upper edge there."""
+    for size, lines in lost.items():
+        axes.annotate(
+            "\n".join(lines),
+            (size, 1.0),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="center",
+            fontsize=7,
+            color=_OWN,
+        )
+
+
+def _batch_axes(
+    axes: Any, sizes: Sequence[int | None], over: OverBatch, shown: Sequence[Value]
+) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    values = [value.value for value in shown]
+    axes.set_xscale("log", base=2)
+    if not over.one or (values and max(values) > _WIDE * min(values)):
         axes.set_yscale("log")
         plain = FuncFormatter(lambda value, _: f"{value:g}")  # not powers in mathematical text
         axes.yaxis.set_major_formatter(plain)
         axes.yaxis.set_minor_formatter(plain)
-        axes.tick_params(axis="y", which="both", labelsize=7)
-        axes.set_xticks([w.batch for w in specs], [str(w.batch) for w in specs])
-        axes.set_xlabel("batch size")
-        axes.set_ylabel(f"peak, {MB}" if what == "peak" else "step, ms")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=7)
-    return done[0]
+    if over.one:
+        axes.axhline(1.0, color="0.6", lw=1, zorder=0)
+    axes.tick_params(axis="y", which="both", labelsize=7)
+    axes.tick_params(axis="x", which="minor", length=0)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("batch size")
+    apart = any(value.low < value.high for value in shown)
+    axes.set_ylabel(over.axis + ("\n(upright: where it lies in 19 of 20 cases)" if apart else ""))
+    if axes.get_legend_handles_labels()[0]:
+        place = {"loc": "outside lower center", "ncols": 3, "frameon": False}
+        axes.figure.legend(fontsize=7, **place)
 
 
 def breakdown_chart(title: str, bars: Sequence[tuple[str, Cell]]) -> str:

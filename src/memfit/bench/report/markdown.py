@@ -20,6 +20,7 @@ def markdown(report: BenchReport, changes: Sequence[str] = ()) -> str:
         for table in section.tables:
             lines += [f"{table.title}:", ""] if table.title else []
             lines += [*table_lines(table), ""]
+            lines += [table.note, ""] if table.note else []
         lines += [f"- {line}" for line in section.lines] + ([""] if section.lines else [])
     return "\n".join(lines)
 

@@ -116,6 +116,9 @@ code { overflow-wrap: anywhere; }
 {% endfor %}
 </table>
 </div>
+{% if table.note %}
+<p class="dim">{{ table.note | text }}</p>
+{% endif %}
 {% endfor %}
 {% for name, svg in charts.get(section.title, []) %}
 <figure id="s{{ number }}-{{ name }}">{{ svg | safe }}</figure>

@@ -19,11 +19,12 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows of text."""
+    """Columns and rows of text; `note` is a line below them."""
 
     title: str
     columns: Sequence[str]
     rows: Rows
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _workload_section(report: BenchReport, name: str) -> Section:
         parts_there = part_names(cells)
         columns = ["system", *(n.replace("_", " ") for n in parts_there), "peak"]
         title = "What the peak is made of, in MB"
-        tables.append(Table(title, columns, breakdown_rows(cells, parts_there)))
+        rows = breakdown_rows(cells, parts_there)
+        tables.append(Table(title, columns, rows, WHAT_PARTS_ARE))
     return Section(name, tables, verdict_lines(judge(name, cells)))
 
 
@@ -119,6 +121,11 @@ def heading(report: BenchReport) -> list[str]:
     ]
 
 
+WHAT_PARTS_ARE = (
+    "The parts are predicted, from a recording of every allocation of a step; the peak is the "
+    "allocator's, measured. Unaccounted is the measured peak less all parts: below zero, where "
+    "more was predicted."
+)
 SYSTEM_COLUMNS = [
     "system",
     "peak MB",

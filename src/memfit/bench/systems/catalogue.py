@@ -16,6 +16,8 @@ from memfit.targets.options import suggest
 if TYPE_CHECKING:
     from memfit.bench.systems.prepared import Prepared, Setting
 
+NEVER_ON_A_GPU = "not yet run on a GPU, tested on a CPU"
+
 
 def _nothing(argument: str) -> None:
     if argument:
@@ -118,11 +120,14 @@ FAMILIES = {
     ),
     "fsdp2-offload": Family("peers.fsdp2", "FSDP2 with CPUOffloadPolicy, one rank", own_model=True),
     "torchao-offload": Family(
-        "peers.torchao", "torchao's CPUOffloadOptimizer", package="torchao", own_model=True
+        "peers.torchao",
+        f"torchao's CPUOffloadOptimizer; {NEVER_ON_A_GPU}",
+        package="torchao",
+        own_model=True,
     ),
     "deepspeed-offload": Family(
         "peers.deepspeed",
-        "DeepSpeed ZeRO-2, optimizer on the CPU",
+        f"DeepSpeed ZeRO-2, optimizer on the CPU; {NEVER_ON_A_GPU}",
         package="deepspeed",
         own_model=True,
     ),

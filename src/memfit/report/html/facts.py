@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memfit.ir.step_graph import CATEGORIES
 from memfit.report.copies import measured_lines, planned_line, rates_line
-from memfit.report.fit import numbers_in_brief, numbers_line, time_ratio
+from memfit.report.fit import numbers_in_brief, numbers_line, reference_rows, time_ratio
 from memfit.report.plan import decisions_line, executor_line, uncaptured_notes
 from memfit.report.run_report import RunReport
 from memfit.report.terminal import ratio
@@ -126,6 +126,12 @@ def comparison(report: RunReport) -> list[tuple[str, str, str, str, str]]:
     return rows
 
 
+def reference_lines(report: RunReport) -> list[str]:
+    """The steps without memfit that were timed beside the plan, a sentence each."""
+    rows = [] if report.result is None else reference_rows(report.result)
+    return [f"Without memfit, {name}: {_sentence(str(words))}" for name, words in rows]
+
+
 def categories(report: RunReport) -> list[CategoryRow]:
     """Both peaks by category, the sums last; shares are of the larger peak."""
     before, after = report.before.peak_categories, report.after.peak_categories
@@ -230,6 +236,10 @@ def _compared(
         return what, before, format_bytes(predicted), NOT_MEASURED, ""
     apart = f"{predicted / measured - 1:+.2%}" if measured else ""
     return what, before, format_bytes(predicted), format_bytes(measured), apart
+
+
+def _sentence(words: str) -> str:
+    return words if words.endswith(".") else f"{words}."
 
 
 def _tone(good: bool) -> str:

@@ -20,6 +20,7 @@ def html_page(report: RunReport) -> str:
         tiles=facts.tiles(report),
         numbers=facts.numbers(report),
         comparison=facts.comparison(report),
+        reference_lines=facts.reference_lines(report),
         categories=facts.categories(report),
         category_checks=facts.category_checks(report),
         plan_facts=facts.plan_facts(report),

@@ -202,9 +202,9 @@ def test_the_example_of_a_run_on_a_gpu_opens_and_answers(
     assert any("transformer.h." in text and ".py:" in text for text in places)
     _one(driver, "#decision-table input").send_keys("transformer.h.7")
     assert set(_column(driver, "decision-table", "segment")) == {"transformer.h.7"}
-    _one(driver, "#decision-table th[data-column=bytes] button").click()
-    order = _one(driver, "#decision-table th[data-column=bytes]").get_attribute("aria-sort")
-    assert order == "descending"
+    _one(driver, "#decision-table th[data-column=size] button").click()
+    order = _one(driver, "#decision-table th[data-column=size]").get_attribute("aria-sort")
+    assert order == "ascending"  # it opens with the largest first
     _resize(driver, PHONE)
     driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 50))")
     assert driver.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]

@@ -6,17 +6,25 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from memfit.errors import PlanFileError
 from memfit.ir.ended import INFEASIBLE, NoResult
 from memfit.ir.plan import TechniqueChoice
+from memfit.ir.result import ReferenceResult
 from memfit.planning.simulate import Simulator
 from memfit.planning.write_plan import HAS_ROOM, NO_ROOM, read_acts, without_room
 from memfit.report.html.chart_data import curve_data
 from memfit.report.html.ended import ended_page
-from memfit.report.html.facts import categories, category_checks, comparison, tiles
+from memfit.report.html.facts import (
+    categories,
+    category_checks,
+    comparison,
+    reference_lines,
+    tiles,
+)
 from memfit.report.html.page import html_page, page_data, script_json
 from memfit.report.html.table_data import decision_table, segment_table
 from memfit.report.run_report import EndedReport, RunReport
@@ -117,6 +125,31 @@ def test_predictions_stand_beside_measurements(run: RunReport) -> None:
     assert rows["step time"][4] == f"{apart:+.1%}" != "", "it was always left out"
     assert rows["time / before"][1] == "A/A 1.001x"
     assert [tile.tone for tile in tiles(run)] == ["good", "", "", "good"]
+
+
+def test_steps_without_memfit_were_left_out_where_they_were_measured(run: RunReport) -> None:
+    assert run.result is not None
+    assert reference_lines(run) == [] and "Without memfit" not in html_page(run)
+    eager = ReferenceResult(24 * 2**30, 25 * 2**30, 0.2, 0.001, 1.1)
+    compiled = ReferenceResult(why_not="no <compiler> here.")
+    result = replace(run.result, references={"eager": eager, "compiled": compiled})
+    words = Text(html_page(replace(run, result=result))).sections["comparison"]
+    assert (
+        "Without memfit, eager: 200.0 ms ± 1.0 ms, peak 24.00 GiB; the planned step takes 1.100x "
+        "its time." in words
+    )
+    assert "Without memfit, compiled: not measured: no <compiler> here.\n" in words
+    only = replace(run.result, references={"eager": eager, "compiled": None})
+    assert len(reference_lines(replace(run, result=only))) == 1, "that one was not asked for"
+
+
+def test_the_example_had_scripts_that_are_no_longer_those_of_reports(run: RunReport) -> None:
+    """One fix after another did not come to the page that the README shows."""
+    example = Path(__file__).parents[4] / "docs" / "examples" / "gpt2-large-16GB.html"
+    code = re.compile(r"<(style|script)>\n(.*?)</\1>", re.DOTALL)
+    there, here = (code.findall(text) for text in (example.read_text("utf-8"), html_page(run)))
+    assert [kind for kind, _ in here] == ["style", "script"]
+    assert there == here, "make it anew, by the command that stands at its end"
 
 
 def test_a_fit_that_changed_numbers_says_so(run: RunReport) -> None:

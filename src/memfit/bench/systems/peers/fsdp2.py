@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import tempfile
-from pathlib import Path
-
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
+from memfit.bench.systems.peers.group_of_one import join_a_group_of_one
 from memfit.bench.systems.peers.rebuilt import (
     group_names,
     only_known,
@@ -35,7 +31,7 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     kind = type(workload.optimizer)
     names = block_names(workload)
     model = workload.model
-    _join_a_group_of_one(device)
+    join_a_group_of_one(device)
     mesh = init_device_mesh(device.type, (1,))
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     modules = dict(model.named_modules())
@@ -47,15 +43,6 @@ def prepare(setting: Setting, family: str, argument: str) -> Prepared:
     return Prepared(
         step_of(workload, model, optimizer), lambda: _static(workload, model, optimizer)
     )
-
-
-def _join_a_group_of_one(device: torch.device) -> None:
-    folder = tempfile.TemporaryDirectory(prefix="memfit-bench-", ignore_cleanup_errors=True)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(str(Path(folder.name) / "store"), 1)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    atexit.register(folder.cleanup)
-    atexit.register(dist.destroy_process_group)  # goes first
 
 
 def _static(workload: Workload, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -1,9 +1,9 @@
 // Memory over time: each pixel shows the most bytes of its stretch of time, by category.
 
 function startMemory(memory) {
-  const hidden = new Set();
   const charts = memory.charts.map((chart, i) => prepareMemory(memory, chart, i));
   const used = memory.categories.map((_, c) => charts.some((m) => m.curves[c].some((n) => n > 0)));
+  const hidden = new Set(used.flatMap((has, c) => has ? [] : [c]));  // nothing is drawn of these
   const legend = document.getElementById("memory-legend");
   const draw = () => {
     const shown = charts.map((m) => memoryColumns(m, hidden));
