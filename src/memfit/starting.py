@@ -57,6 +57,7 @@ def started(verb: Callable[P, R]) -> Callable[P, R]:
 def _filled(given: Mapping[str, Any], *, accumulates: bool) -> dict[str, Any]:
     """The arguments given, and those of the preset and configuration that were left open."""
     options = dict(given)
+    _refuse_targets(starting_point(None, options.get("config")))
     base = starting_point(
         options.pop("preset", None),
         options.pop("config", None),
@@ -97,6 +98,17 @@ def _check_accumulate(base: Config, profile: Profile | None) -> None:
         raise UsageError(
             f"accumulate is {base.accumulate}, and the step is profiled with {batches}",
             hint=f"give profiled=memfit.profile(workload, accumulate={base.accumulate})",
+        )
+
+
+def _refuse_targets(config: Config) -> None:
+    """Refuse a configuration that says what to build; a preset only proposes it."""
+    found = [f"{n}={v!r}" for n in OF_A_TARGET if (v := getattr(config, n)) is not None]
+    if found:
+        raise UsageError(
+            f"the configuration says {', '.join(found)}, and the workload is built already",
+            hint="leave that out, and build the workload so; on the command line, where a target "
+            "is built, it has its effect",
         )
 
 

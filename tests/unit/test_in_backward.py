@@ -361,3 +361,36 @@ def test_a_set_up_that_is_forgotten_keeps_nothing_alive() -> None:
     del workload, setup
     gc.collect()
     assert gone() is None
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer that nobody but its author knows."""
+
+    separable = True
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.sub_(group["lr"] * momentum.lerp(p.grad, 0.1).sign())
+                momentum.lerp_(p.grad, 0.01)
+
+
+def test_no_option_vouched_for_an_optimizer_of_ones_own() -> None:
+    """What the hint said to give could not be given to a fit."""
+    workload, plain = (
+        replace(made, optimizer=Lion(made.model.parameters())) for made in (build(), build())
+    )
+    way = Way(clip_norm=1e-2)
+    torch.manual_seed(5)
+    losses = train_plainly(plain, way, halving(plain), range(3))
+    with fit(workload, way, "module") as fitted:
+        torch.manual_seed(5)
+        same(train_fitted(fitted, way, halving(workload), range(3)), losses)
+        same(dict(workload.model.state_dict()), dict(plain.model.state_dict()))

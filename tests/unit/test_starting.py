@@ -106,8 +106,17 @@ def test_every_field_reaches_the_verb_or_is_told(
     assert half == whole // 2
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        asked(config=Config(batch=8, seq=4, dtype="bf16", optimizer="sgd"))
-    assert "batch=8, seq=4, dtype='bf16', optimizer='sgd' left out" in caplog.text
+        asked(preset="124m-4gib")
+    assert "batch=8, seq=1024" in caplog.text and "left out" in caplog.text
+
+
+def test_a_configuration_for_a_target_was_used_in_part(asked: Asked, tmp_path: Path) -> None:
+    """What it said of the batch was left out, with a warning, of a workload that has one."""
+    config = Config(batch=8, seq=4, dtype="bf16", optimizer="sgd")
+    config.save(tmp_path / "mine.toml")
+    for given in (config, tmp_path / "mine.toml", str(tmp_path / "mine.toml")):
+        with pytest.raises(UsageError, match="batch=8, seq=4, dtype='bf16', optimizer='sgd'"):
+            asked(config=given)
 
 
 def test_what_is_given_goes_before_a_file_and_the_file_before_a_preset(

@@ -123,8 +123,9 @@ def _choose_arguments(
     for name in arguments:
         if parameters is not None and name not in parameters:
             raise UsageError(
-                f"--{name} was given, but {target} takes no argument {name!r}",
-                hint=f"leave out --{name}, or add a parameter {name!r} to the function",
+                f"{name} is given, by --{name}, a preset or a configuration, but {target} takes "
+                f"no argument {name!r}",
+                hint=f"leave it out, or add a parameter {name!r} to the function",
             )
     for name, text in options.overrides.items():
         if name in arguments:

@@ -97,10 +97,10 @@ def test_changed_file_is_read_again_and_no_cache_is_left(good: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "options", "message", "hint"),
     [
-        ("plain", {"batch": 2}, "--batch was given, but .* takes no argument 'batch'", "--batch"),
-        ("make", {"seq": 2}, "--seq was given", "add a parameter 'seq'"),
-        ("make", {"optimizer": "sgd"}, "--optimizer was given", "leave out --optimizer"),
-        ("plain", {"device": "cpu"}, "--device was given", "add a parameter"),
+        ("plain", {"batch": 2}, "by --batch, a preset or .* takes no argument 'batch'", "leave"),
+        ("make", {"seq": 2}, "seq is given, by --seq", "add a parameter 'seq'"),
+        ("make", {"optimizer": "sgd"}, "by --optimizer", "leave it out"),
+        ("plain", {"device": "cpu"}, "device is given", "add a parameter"),
         ("make", {"overrides": {"widht": "3"}}, "takes no argument 'widht'", "did you mean width"),
         ("make", {"overrides": {"width": "x"}}, "is not of type int", "value now is 8"),
         ("make", {"batch": 2, "overrides": {"batch": "3"}}, "given twice", "once"),

@@ -167,7 +167,7 @@ def _check(optimizer: torch.optim.Optimizer, bits: Bits) -> None:
         raise UsageError(
             f"memfit does not know which state of {name} bears few bits",
             hint="use torch.optim's Adam, AdamW or SGD, or keep the state on the host with "
-            "optimizer_offload",
+            f"optimizer_offload (a class of your own with {name}.separable = True)",
         )
     if not any(group.get("momentum", 1) for group in optimizer.param_groups):
         raise UsageError(

@@ -23,10 +23,10 @@ def own_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimize
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
-def check_separable(optimizer: torch.optim.Optimizer, separable: bool) -> None:
+def check_separable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step cannot be done part by part.
 
-    `separable` vouches for a class that memfit does not know.
+    A class that memfit does not know vouches for itself by an attribute `separable` that is True.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -36,15 +36,15 @@ def check_separable(optimizer: torch.optim.Optimizer, separable: bool) -> None:
             "so it cannot step part by part",
             hint="use an optimizer that steps once per backward, for example torch.optim.AdamW",
         )
-    if separable:
+    if getattr(optimizer, "separable", False) is True:
         return
     known = {inspect.unwrap(getattr(torch.optim, k).step) for k in _SEPARABLE}
     if inspect.unwrap(type(optimizer).step) not in known:
         raise UsageError(
             f"memfit does not know whether {name} treats each parameter by itself, "
             "so stepping part by part might change its numbers",
-            hint=f"use one of torch.optim's {', '.join(_SEPARABLE)}, or say separable=True "
-            "if no parameter's update depends on another parameter",
+            hint=f"use one of torch.optim's {', '.join(_SEPARABLE)}; or, if no parameter's update "
+            f"depends on another parameter, give the class an attribute: {name}.separable = True",
         )
 
 

@@ -296,17 +296,21 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_optimizers_that_cannot_step_in_parts_are_refused(training: Any) -> None:
     class Own(torch.optim.SGD):
+        separable: bool
+
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
 
     model, _ = training.build()
     with pytest.raises(UsageError, match="LBFGS evaluates the loss several times"):
         StepInBackward(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(UsageError, match="does not know whether Own"):
+    with pytest.raises(UsageError, match="does not know whether Own") as refused:
         StepInBackward(Own(model.parameters()))
+    assert "Own.separable = True" in str(refused.value.hint)
     with pytest.raises(UsageError, match="SparseAdam"):
         StepInBackward(torch.optim.SparseAdam(model.parameters()))
-    StepInBackward(Own(model.parameters()), separable=True)
+    Own.separable = True
+    StepInBackward(Own(model.parameters()))
 
 
 def test_wrong_words_are_refused(training: Any) -> None:

@@ -69,9 +69,8 @@ class StepInBackward(Reversible):
         clip: Clip = "keep",
         clipped: Iterable[torch.nn.Parameter] | None = None,
         stepper: GroupStep | None = None,
-        separable: bool = False,
     ) -> None:
-        check_separable(optimizer, separable)
+        check_separable(optimizer)
         if clip not in ("keep", "two_pass"):
             raise UsageError(f"clip is {clip!r}", hint='give clip="keep" or clip="two_pass"')
         self.optimizer = optimizer

@@ -41,9 +41,8 @@ class StateOnHost(Reversible):
         groups: Iterable[Parameters] | None = None,
         *,
         kept_bytes: int = 0,
-        separable: bool = False,
     ) -> None:
-        check_separable(optimizer, separable)
+        check_separable(optimizer)
         self.optimizer = optimizer
         self._kept_bytes = kept_bytes
         self.groups = with_the_rest(optimizer, chunks(optimizer) if groups is None else groups)

@@ -43,10 +43,8 @@ class StepOnHost(Reversible):
         self,
         optimizer: torch.optim.Optimizer,
         groups: Iterable[Parameters] | None = None,
-        *,
-        separable: bool = False,
     ) -> None:
-        check_separable(optimizer, separable)
+        check_separable(optimizer)
         self.optimizer = optimizer
         self.groups = with_the_rest(optimizer, chunks(optimizer) if groups is None else groups)
         for parameter in optimized(optimizer):
