@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -87,6 +88,29 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "batch-norm and dropout": conv_net,
     "encoder": encoder,
     "tied weights under autocast": gpt2,
+}
+
+
+# The other targets of the core, small but with tensors that are worth a copy.
+_WIDE = {
+    "hidden_size": "256",
+    "intermediate_size": "1024",
+    "num_hidden_layers": "4",
+    "num_attention_heads": "4",
+}
+_TEXT = {"batch": 16, "seq": 256}
+TARGETS: dict[str, dict[str, Any]] = {
+    "transformers:llama-160m": {
+        **_TEXT,
+        "overrides": {**_WIDE, "num_key_value_heads": "4", "vocab_size": "2000"},
+    },
+    "transformers:vit-base": {"batch": 32, "overrides": {**_WIDE, "num_labels": "100"}},
+    "transformers:resnet-50": {"batch": 16, "overrides": {"num_labels": "100"}},
+    "transformers:bert-base": {**_TEXT, "overrides": {**_WIDE, "vocab_size": "2000"}},
+    "transformers:t5-small": {
+        **_TEXT,
+        "overrides": {"num_layers": "3", "num_decoder_layers": "3", "vocab_size": "2000"},
+    },
 }
 
 
@@ -194,7 +218,17 @@ def test_pinning_that_fails_is_refused_and_the_next_kernel_runs() -> None:
 @pytest.mark.parametrize("executor", ["module", "graph"])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_everything_swapped_gives_the_same_numbers(name: str, executor: str) -> None:
-    workload = WORKLOADS[name]()
+    check_everything_swapped(WORKLOADS[name](), executor)
+
+
+@pytest.mark.parametrize("executor", ["module", "graph"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_other_target_of_the_core_does_so_too(name: str, executor: str) -> None:
+    check_everything_swapped(resolve_target(name, device="cuda", **TARGETS[name]), executor)
+
+
+def check_everything_swapped(workload: Workload, executor: str) -> None:
+    """The numbers are those of the plain step where that repeats itself, and everything moved."""
     planned = swapping(workload, executor)
     unplanned = None
     if executor != "module":
