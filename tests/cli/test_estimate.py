@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from memfit.ir.cards import CARDS
+from memfit.targets import resolve_target
 
 
 def test_estimate_lists_every_card(memfit, tiny):
     result = memfit("estimate", *without_device(tiny))
     assert result.exit_code == 0, result.stderr
     assert all(card.name in result.stdout for card in CARDS)
-    for word in ("peak of the step", "bytes per parameter", "layers.0 .. 1 (2)", "as it is"):
+    for word in ("peak of the eager step", "bytes per parameter", "layers.0 .. 1 (2)", "as it is"):
         assert word in result.stdout
     assert result.stdout.splitlines()[-1].startswith("next, on the card: memfit plan encoder")
 
@@ -20,10 +22,55 @@ def test_estimate_for_one_card_as_json(memfit, tiny):
     result = memfit("estimate", *without_device(tiny), "--gpu", "rtx4090", "--json")
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert (data["schema_version"], data["fits"]) == (1, True)
+    assert (data["schema_version"], data["fits"]) == (2, True)
     (card,) = data["cards"]
     assert (card["name"], card["way"], card["fits"]) == ("RTX 4090", "plain", True)
     assert sum(data["categories"].values()) == data["peak_bytes"]
+
+
+def test_a_targets_adam_was_not_fused_by_the_command(memfit):
+    """Its peak was that of an optimizer's step which the target does not have on CUDA."""
+    from memfit.estimating.estimate import estimate
+
+    fields = {"n_layer": "4", "n_embd": "64", "n_head": "2", "n_ff": "256", "vocab_size": "100"}
+    options = {"batch": 1, "seq": 8, "optimizer": "adamw"}
+    words = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    words += [word for name, value in options.items() for word in (f"--{name}", value)]
+    printed = json.loads(memfit("estimate", "encoder", *words, "--json").stdout)
+    made = estimate("encoder", overrides=fields, **options)
+    unfused = estimate(lambda: resolve_target("encoder", overrides=fields, **options))
+    assert unfused.where == "optimizer" and unfused.peak_bytes > made.peak_bytes
+    assert printed["peak_bytes"] == made.peak_bytes
+    assert printed["needs"] == vars(made.needs)
+    assert printed["where"] == made.where
+    assert [card["way"] for card in printed["cards"]] == [card.way for card in made.cards]
+
+
+def test_the_adam_of_a_file_is_its_own(memfit, workload_file):
+    target = workload_file(
+        model="torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))",
+        batch="torch.ones(2, 512)",
+    )
+    path = Path(target.rpartition(":")[0])
+    path.write_text(path.read_text().replace("SGD", "AdamW"))
+    data = json.loads(memfit("estimate", target, "--json").stdout)
+    assert data["where"] == "optimizer"
+    between = int(1.05 * data["needs"]["step_in_backward_bytes"])
+    assert between < data["needs"]["recompute_bytes"]
+    shown = memfit("estimate", target, "--budget", between).stdout
+    assert "perhaps: recompute, step in backward" in shown
+    assert shown.splitlines()[-1].endswith("--allow +step_in_backward")
+
+
+def test_a_report_says_that_it_is_of_the_eager_step(memfit, tiny):
+    shown = memfit("estimate", *without_device(tiny)).stdout
+    assert "peak of the eager step" in shown
+    words = " ".join(shown.split())
+    assert "what compiled code takes is not estimated" in words
+    assert "gpt2-large@8x1024 bf16 56% of 46238 MB" in words
+    data = json.loads(memfit("estimate", *without_device(tiny), "--json").stdout)
+    assert data["step"] == "eager"
+    assert any("compiled code" in note for note in data["notes"])
 
 
 def test_a_step_that_does_not_fit_is_exit_code_1(memfit, tiny):

@@ -47,8 +47,9 @@ def estimate(
         from memfit.targets import is_file_target
 
         session.progress(f"tracing {target}")
-        built = what if is_file_target(target) else replace(what, device="cpu")
-        made = estimate_step(built.build, device)
+        named = not is_file_target(target)
+        built = replace(what, device="cpu") if named else what
+        made = estimate_step(built.build, device, of_target=named)
         if session.as_json:
             session.emit(made.to_json())
         else:

@@ -12,6 +12,7 @@ from memfit.capture.discover import discover
 from memfit.capture.segments import Segment, choose_segments
 from memfit.errors import MemfitError, UsageError
 from memfit.estimating.cuda_operators import cuda_operators, step_as_on_cuda
+from memfit.estimating.eager import eager_note
 from memfit.estimating.fakes import (
     What,
     check_what,
@@ -21,7 +22,7 @@ from memfit.estimating.fakes import (
     without_memory,
 )
 from memfit.estimating.history import History
-from memfit.estimating.needs import needs_of
+from memfit.estimating.needs import needs_of, runs_by_length
 from memfit.estimating.trace import trace_step
 from memfit.estimating.work import Work
 from memfit.ir.cards import CARDS, CUBLAS_BYTES, CUBLAS_THREADS, Card, find_card
@@ -29,6 +30,7 @@ from memfit.ir.estimate import CardEstimate, Estimate, Needs, SegmentEstimate, f
 from memfit.measure.step import explained_errors, run_step
 from memfit.runtime.signature import describe
 from memfit.runtime.tiled_loss.in_model import TiledLoss
+from memfit.targets import is_file_target
 from memfit.units import format_bytes, parse_bytes
 from memfit.workload import Workload, refuse_compiled, unwrap
 
@@ -43,16 +45,21 @@ def estimate(
     device: str | int | None = None,
     *,
     as_on_cuda: bool = True,
+    of_target: bool | None = None,
     **target_options: Any,
 ) -> Estimate:
     """Estimate a step on a card ("rtx4090"), in so many bytes ("24GiB"), or on every card.
 
     `what` is a workload, a target with its options (batch, seq, dtype, optimizer, overrides), or a
     function that builds a workload. Nothing is allocated and no GPU is needed. `as_on_cuda=False`
-    takes the operators as they are on the workload's own device.
+    takes the operators as they are on the workload's own device. `of_target` says whether the
+    optimizer is a target's own, whose Adam is fused on CUDA; None: where `what` names one that is
+    not in a file. The step is the eager one: what compiled code takes is not estimated.
     """
     cards = _asked(device)
     check_what(what, target_options)
+    if of_target is None:
+        of_target = isinstance(what, str) and not is_file_target(what)
     with without_memory(what) as fakes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         workload = fake_workload(what, fakes, target_options)
@@ -66,7 +73,7 @@ def estimate(
             refused_without_data(workload),
         ):
             if as_on_cuda:
-                step_as_on_cuda(workload.optimizer, of_target=isinstance(what, str))
+                step_as_on_cuda(workload.optimizer, of_target=of_target)
             run_step(workload)  # makes the optimizer's state
             segments = choose_segments(discover(workload))
             calls = [(s.visit.module, s.visit.number) for s in segments]
@@ -132,7 +139,8 @@ def _estimate(
     categories = {name: int(curve[peak]) for name, curve in history.categories.items()}
     rows = _segment_rows(workload, history, segments)
     largest = max((row.parameter_bytes for row in rows), default=0)
-    needs = needs_of(history, tiled, largest)
+    lengths = runs_by_length([bool(segment.linked) for segment in segments])
+    needs = needs_of(history, tiled, lengths, largest)
     sizes = {name: int(curve.max()) for name, curve in history.categories.items()}
     state = sum(sizes[name] for name in ("parameters", "gradients", "optimizer_state"))
     workspace = 0
@@ -205,6 +213,7 @@ def _hopeless_note(made: Estimate) -> list[str]:
 def _notes(workspace: int, phase: str) -> tuple[str, ...]:
     notes = []
     if workspace:
+        notes.append(eager_note())
         notes.append(
             f"other is {format_bytes(workspace)} that cuBLAS keeps on two threads; what a kernel "
             "takes and gives back inside, such as a convolution's workspace, is not seen"
@@ -212,6 +221,6 @@ def _notes(workspace: int, phase: str) -> tuple[str, ...]:
     if phase == "optimizer":
         notes.append(
             "the peak is in the optimizer's step, which copies what it works on: an optimizer made "
-            "with fused=True does not"
+            "with fused=True does not, and stepping in backward copies one segment's at a time"
         )
     return tuple(notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -24,14 +24,18 @@ class Moment(NamedTuple):
 
 @dataclass
 class Block:
-    """One storage, alive at moments `birth` to `death` - 1; `savers` keep it for backward."""
+    """One storage, alive at moments `birth` to `death` - 1.
+
+    Segment calls in `savers` keep it for backward, those in `inputs` are given it. -1 is what is
+    outside of segments.
+    """
 
     bytes: int
     birth: int
     category: str
     origin: str
     death: int = -1
-    segment_input: bool = False
+    inputs: set[int] = field(default_factory=set)
     savers: set[int] = field(default_factory=set)
 
 
@@ -63,34 +67,45 @@ class History:
             changes[block.death] -= block.bytes
         return np.cumsum(changes[:-1])
 
-    def at(self, segment: int) -> npt.NDArray[np.bool_]:
-        """The moments at which a segment call is at work."""
-        return np.array([moment.segment == segment for moment in self.moments])
+    def at(self, run: range) -> npt.NDArray[np.bool_]:
+        """The moments at which a segment call of this run is at work."""
+        return (self._segments >= run.start) & (self._segments < run.stop)
+
+    @cached_property
+    def _segments(self) -> npt.NDArray[np.int64]:
+        return np.array([moment.segment for moment in self.moments])
 
     def in_phases(self, phases: Iterable[str]) -> npt.NDArray[np.bool_]:
         """The moments of these phases."""
         wanted = set(phases)
         return np.array([moment.phase in wanted for moment in self.moments])
 
-    @cached_property
-    def recomputed(self) -> Curve:
-        """Bytes when every segment call drops what it saved and makes it anew for its backward.
+    def recomputed(self, runs: Sequence[range]) -> Curve:
+        """Bytes when every run of segment calls drops what it saved, and makes it anew at once.
 
-        Inputs of segments stay, and so does what code outside of segments saved.
+        What enters a run stays, and so does what code outside of segments saved.
         """
         curve = self.total.copy()
-        for segment, dropped in self._dropped_by_segment().items():
-            curve -= np.where(self.at(segment), 0, self.curve(dropped))
+        for run, dropped in self._dropped_by_run(runs).items():
+            curve -= np.where(self.at(run), 0, self.curve(dropped))
         return curve
 
     def saved_bytes(self, segment: int) -> int:
         """What one segment call keeps for its backward."""
         return sum(block.bytes for block in self.blocks if segment in block.savers)
 
-    def _dropped_by_segment(self) -> dict[int, list[Block]]:
-        dropped: dict[int, list[Block]] = {}
+    def _dropped_by_run(self, runs: Sequence[range]) -> dict[range, list[Block]]:
+        run_of = {segment: run for run in runs for segment in run}
+        dropped: dict[range, list[Block]] = {}
         for block in self.blocks:
-            if block.category == "activations" and not block.segment_input:
-                if -1 not in block.savers:
-                    dropped.setdefault(min(block.savers), []).append(block)
+            if block.category == "activations" and -1 not in block.savers:
+                run = run_of[min(block.savers)]
+                if not block.inputs or self._handed_on_inside(block, run):
+                    dropped.setdefault(run, []).append(block)
         return dropped
+
+    def _handed_on_inside(self, block: Block, run: range) -> bool:
+        """Whether a call of this run makes it for the next one in the run, and for no other."""
+        maker = self.moments[block.birth].segment
+        alone = maker in run and block.inputs == {maker + 1}
+        return alone and all(call in run for call in (*block.inputs, *block.savers))

@@ -140,11 +140,12 @@ class _Segments:
         def call(*args: Any, **kwargs: Any) -> Any:
             number = self._visits.get(name, 0)
             self._visits[name] = number + 1
+            segment = self._index.get((name, number), -1)
             for tensor in _tensors((args, kwargs)):
                 for block in self._trace.blocks_of(tensor):
-                    block.segment_input = True
+                    block.inputs.add(segment)
             before = self._trace.segment
-            self._trace.segment = self._index.get((name, number), -1)
+            self._trace.segment = segment
             try:
                 return forward(*args, **kwargs)
             finally:

@@ -7,23 +7,28 @@ from typing import Any
 
 from memfit.ir.codec import to_data
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Ways to run the step in the order in which they are advised, and the techniques that each takes
 # beside recompute.
 WAYS = (
     "plain",
     "recompute",
     "loss in tiles",
-    "optimizer on host",
     "step in backward",
+    "loss in tiles, step in backward",
+    "optimizer on host",
+    "optimizer on host, step in backward",
     "all of these",
 )
 TECHNIQUES = {
     "loss in tiles": ("tiled_loss",),
+    "step in backward": ("step_in_backward",),
+    "loss in tiles, step in backward": ("tiled_loss", "step_in_backward"),
     "optimizer on host": ("optimizer_offload",),
-    "step in backward": ("optimizer_offload", "step_in_backward"),
+    "optimizer on host, step in backward": ("optimizer_offload", "step_in_backward"),
     "all of these": ("tiled_loss", "optimizer_offload", "step_in_backward"),
 }
+EAGER = "eager"
 # The allocator holds more than the tensors in it: 1 to 2.5 % on the steps that were measured.
 UNUSED_SHARE = 0.03
 
@@ -41,17 +46,19 @@ class SegmentEstimate:
 class Needs:
     """Peak bytes of each way to run the step; all but the first are bounds, not plans.
 
-    `recompute` drops what every segment saves. The others do so as well: `tiled_loss` makes the
-    loss tile by tile, without the full logits; `optimizer_on_host` keeps the optimizer's state in
-    host memory; `step_in_backward` does that, and steps each segment as soon as its gradients are
-    there; `all` does everything. No way needs more than one that does less.
+    `recompute` drops what every segment, or run of segments, saved. The others do so as well:
+    `tiled_loss` makes the loss tile by tile, without the full logits; `step_in_backward` steps each
+    segment as soon as its gradients are there; `optimizer_on_host` keeps the optimizer's state in
+    host memory; `all` does everything. No way needs more than one that does less.
     """
 
     plain_bytes: int
     recompute_bytes: int
     tiled_loss_bytes: int
-    optimizer_on_host_bytes: int
     step_in_backward_bytes: int
+    tiled_loss_step_in_backward_bytes: int
+    optimizer_on_host_bytes: int
+    optimizer_on_host_step_in_backward_bytes: int
     all_bytes: int
 
     def in_order(self) -> tuple[int, ...]:
@@ -60,8 +67,10 @@ class Needs:
             self.plain_bytes,
             self.recompute_bytes,
             self.tiled_loss_bytes,
-            self.optimizer_on_host_bytes,
             self.step_in_backward_bytes,
+            self.tiled_loss_step_in_backward_bytes,
+            self.optimizer_on_host_bytes,
+            self.optimizer_on_host_step_in_backward_bytes,
             self.all_bytes,
         )
 
@@ -96,7 +105,8 @@ class Estimate:
     """One step, traced without memory; `cards` are those that were asked about.
 
     `categories` split the peak. `static_bytes` are parameters, gradients, optimizer state, buffers
-    and batch, `trained_bytes` the parameters that are trained.
+    and batch, `trained_bytes` the parameters that are trained. `step` is "eager": every operator
+    runs by itself.
     """
 
     workload: dict[str, str]
@@ -112,6 +122,7 @@ class Estimate:
     cards: tuple[CardEstimate, ...]
     notes: tuple[str, ...] = ()
     trained_bytes: int = 0
+    step: str = EAGER
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -17,8 +17,12 @@ _ADVICE = {
     "plain": "as it is",
     "recompute": "likely with recompute",
     "loss in tiles": "perhaps: recompute, loss in tiles",
+    "step in backward": "perhaps: recompute, step in backward",
+    "loss in tiles, step in backward": "perhaps: recompute, loss in tiles, step in backward",
     "optimizer on host": "perhaps: recompute, optimizer on host",
-    "step in backward": "perhaps: recompute, optimizer on host, step in backward",
+    "optimizer on host, step in backward": (
+        "perhaps: recompute, optimizer on host, step in backward"
+    ),
     "all of these": "perhaps: recompute, loss in tiles, optimizer on host, step in backward",
     None: "no",
 }
@@ -26,7 +30,9 @@ _ADVICE = {
 
 def estimate_report(estimate: Estimate) -> list[RenderableType]:
     """The whole report of an estimate."""
-    peak = category_table(f"peak of the step, in {estimate.where}", estimate.categories, "peak")
+    peak = category_table(
+        f"peak of the {estimate.step} step, in {estimate.where}", estimate.categories, "peak"
+    )
     return [
         headline(estimate.workload, {"name": "estimated without a GPU"}),
         _segment_table(estimate.segments),
@@ -39,13 +45,13 @@ def estimate_report(estimate: Estimate) -> list[RenderableType]:
 
 def _facts(estimate: Estimate) -> list[tuple[str, str | Text]]:
     needs = [
-        f"{name} {format_bytes(size)}"
+        f"{name}: {format_bytes(size)}"
         for name, size in zip(WAYS, estimate.needs.in_order(), strict=True)
     ]
     state = f"{estimate.state_bytes_per_parameter:.1f} bytes per parameter"
     return [
         ("static", f"{format_bytes(estimate.static_bytes)}, weights to optimizer state {state}"),
-        ("needs", f"{', '.join(needs)}: all but plain are bounds, not plans"),
+        ("needs", f"{'; '.join(needs)} (all but plain are bounds, not plans)"),
         ("room", f"headroom counts {UNUSED_SHARE:.0%} more, which the allocator leaves unused"),
         ("work", f"{estimate.flops / 1e12:.2f} TFLOP, {format_bytes(estimate.moved_bytes)} moved"),
     ]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import memfit
 from memfit.estimating.estimate import estimate
+from memfit.estimating.needs import runs_by_length
 from memfit.measure.memory import measure_peak
-from memfit.measure.step import run_step
+from memfit.measure.step import run_step, untouched
+from memfit.planning.make_plan import Goal, make_plan
+from memfit.runtime.apply import Applied
 from memfit.targets import resolve_target
 
 LAYERS = {"num_hidden_layers": "2"}
@@ -36,6 +41,31 @@ def test_the_traced_peak_is_the_measured_one(target: str) -> None:
     copied = estimate(workload, as_on_cuda=False)
     assert copied.peak_bytes == named.peak_bytes
     assert sum(named.categories.values()) == named.peak_bytes == named.needs.plain_bytes
+
+
+def test_recompute_in_runs_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of each length by themselves; what a replay takes on the way is not traced."""
+    options: dict[str, Any] = {
+        "batch": 8,
+        "seq": 128,
+        "overrides": SMALL_ENCODER | {"n_layer": "8"},
+    }
+    workload = resolve_target("encoder", **options)
+    profile = memfit.profile(workload, executor="module")
+    for place, length in enumerate((1, 2)):
+        plan = make_plan(profile, Goal(strategy="interval", interval=length))
+        with untouched(workload), Applied(plan, workload.model):
+            run_step(workload)
+            run_step(workload)
+            measured = measure_peak(workload, lambda: run_step(workload)).bytes
+        only = partial(_of_one_length, place)
+        monkeypatch.setattr("memfit.estimating.estimate.runs_by_length", only)
+        needs = estimate("encoder", as_on_cuda=False, **options).needs
+        assert 0.93 * measured < needs.recompute_bytes < 1.01 * measured
+
+
+def _of_one_length(place: int, chained: list[bool]) -> list[list[range]]:
+    return [runs_by_length(chained)[place]]
 
 
 def test_a_given_workload_is_left_as_it_was() -> None:

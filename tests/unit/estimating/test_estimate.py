@@ -6,6 +6,7 @@ import json
 import resource
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.errors import ModelError, UsageError
+from memfit.estimating.eager import COMPILED_BESIDE_EAGER, eager_note
 from memfit.estimating.estimate import estimate
 from memfit.ir.cards import CARDS, GIB, MIB
 from memfit.ir.codec import from_data, to_data
@@ -22,6 +24,7 @@ from memfit.planning.techniques import AVAILABLE
 from memfit.targets import resolve_target
 from memfit.workload import Workload
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 SMALL = {"n_layer": "4", "n_embd": "64", "n_head": "2", "n_ff": "256", "vocab_size": "100"}
 
 
@@ -50,7 +53,10 @@ def test_a_llama_of_8b_fits_as_it_is_on_the_largest_card_only(llama: Estimate) -
     ways = {card.name: card.way for card in llama.cards}
     assert [name for name, way in ways.items() if way == "plain"] == ["H200"]
     assert ways["RTX 4090"] is None, "the parameters alone are larger"
-    assert llama.needs.step_in_backward_bytes < 0.7 * llama.needs.optimizer_on_host_bytes
+    assert (
+        llama.needs.optimizer_on_host_step_in_backward_bytes
+        < 0.7 * llama.needs.optimizer_on_host_bytes
+    )
     assert ways["H100"] == "optimizer on host"
     assert not llama.hopeless and "nothing memfit has" not in " ".join(llama.notes)
 
@@ -62,6 +68,41 @@ def test_an_optimizer_that_copies_all_it_works_on_is_told_of_a_fused_one() -> No
 
     assert "fused=True" in " ".join(estimate(wide).notes), "its peak is the optimizer's copy"
     assert "fused=True" not in " ".join(estimate("encoder", batch=1, seq=8, overrides=SMALL).notes)
+
+
+def test_the_optimizer_of_a_file_was_taken_for_a_targets(tmp_path: Path) -> None:
+    """A file's own AdamW steps over all tensors at once unless it says fused=True."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch, memfit\n"
+        "from memfit.targets import resolve_target\n"
+        "def workload():\n"
+        f"    made = resolve_target('encoder', batch=1, seq=8, overrides={SMALL})\n"
+        "    made.optimizer = torch.optim.AdamW(made.model.parameters())\n"
+        "    return made\n"
+    )
+    of_file = estimate(f"{file}:workload")
+    assert of_file.where == "optimizer"
+    targets = estimate("encoder", batch=1, seq=8, overrides=SMALL, optimizer="adamw")
+    assert targets.peak_bytes < of_file.peak_bytes
+    told = estimate(f"{file}:workload", of_target=True)
+    assert told.peak_bytes == targets.peak_bytes
+
+
+def test_an_estimate_did_not_say_that_it_is_of_the_eager_step(small: Estimate) -> None:
+    said = small.notes[0]
+    assert "the peak is that of the eager step" in said and "is not estimated" in said
+    on_cpu = estimate("encoder", as_on_cuda=False, batch=8, seq=64, overrides=SMALL)
+    assert not any("eager" in note for note in on_cpu.notes), "compiling is usual on CUDA only"
+
+
+@pytest.mark.parametrize("name", COMPILED_BESIDE_EAGER)
+def test_compiled_peaks_that_are_named_stand_in_the_results(name: str) -> None:
+    eager, compiled, files = COMPILED_BESIDE_EAGER[name]
+    rows = "\n".join((RESULTS / file).read_text() for file in files)
+    assert f"{eager} MB" in rows and f"{compiled} MB" in rows
+    assert f"{name} {compiled / eager:.0%} of {eager} MB" in eager_note()
+    assert all(file in eager_note() for file in files)
 
 
 def test_attention_saves_no_scores(llama: Estimate) -> None:
@@ -146,7 +187,7 @@ def test_logits_are_not_needed_where_the_loss_is_in_tiles() -> None:
     wide = {"vocab_size": "20000"}
     large = estimate("encoder", batch=32, seq=256, overrides=SMALL | wide)
     logits = 4 * 32 * 256 * 20000
-    saved = large.needs.step_in_backward_bytes - large.needs.all_bytes
+    saved = large.needs.optimizer_on_host_step_in_backward_bytes - large.needs.all_bytes
     assert saved > 1.5 * logits, "they and their gradient"
     budget = int(1.03 * large.needs.all_bytes) + 1
     (only,) = estimate("encoder", budget, batch=32, seq=256, overrides=SMALL | wide).cards
@@ -180,7 +221,8 @@ def test_a_model_without_logits_needs_no_tiles() -> None:
 
     needs = estimate(build).needs
     assert needs.tiled_loss_bytes == needs.recompute_bytes
-    assert needs.all_bytes == needs.step_in_backward_bytes
+    assert needs.tiled_loss_step_in_backward_bytes == needs.step_in_backward_bytes
+    assert needs.all_bytes == needs.optimizer_on_host_step_in_backward_bytes
 
 
 def test_every_card_is_answered_unless_one_is_named(small: Estimate) -> None:
@@ -219,7 +261,7 @@ def test_frozen_parameters_are_not_counted_as_trained() -> None:
 
 
 def test_the_first_way_that_fits_is_taken() -> None:
-    needs = Needs(600, 500, 400, 300, 200, 100)
+    needs = Needs(800, 700, 600, 500, 400, 300, 200, 100)
     for way, size in zip(WAYS, needs.in_order(), strict=True):
         assert first_way(needs, int(size * 1.03)) == way
     assert first_way(needs, 100) is None, "the allocator needs a little more than its tensors"
@@ -228,7 +270,8 @@ def test_the_first_way_that_fits_is_taken() -> None:
 def test_json_round_trip(small: Estimate) -> None:
     assert from_data(Estimate, json.loads(json.dumps(to_data(small)))) == small
     printed = json.loads(json.dumps(small.to_json()))
-    assert (printed["schema_version"], printed["fits"]) == (1, True)
+    assert (printed["schema_version"], printed["fits"]) == (2, True)
+    assert printed["step"] == "eager" and list(small.notes) == printed["notes"]
     assert printed["cards"][0]["headroom_bytes"] == small.cards[0].headroom_bytes
 
 
