@@ -4,8 +4,8 @@
 
 An estimate traces the step on tensors without memory, before anything is put on the GPU. Then the
 step runs there by its modules, plain and with everything recomputed, without a cap: by the leanest
-of plans that recompute segments one by one and in runs of 2, 4 and 8, as the estimate does. (Results
-of before that recompute them one by one.) Finished rows in the output file are kept.
+of plans that recompute segments one by one and in runs of 2, 4 and 8, as the estimate does (earlier
+results are of one by one alone). Finished rows in the output file are kept.
 """
 
 from __future__ import annotations
