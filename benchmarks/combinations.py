@@ -34,7 +34,7 @@ from memfit.planning.techniques import APPROXIMATE, MICROBATCH, ON_HOST, ROUNDED
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.runtime.split import part_of, refused_split
-from memfit.whole_step import setup_of
+from memfit.ways import setup_of
 from memfit.workload import Workload
 
 TILE_BYTES = {"cuda": 2**28, "cpu": 2**20}

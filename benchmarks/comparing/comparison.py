@@ -25,7 +25,8 @@ from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime.apply import Applied
 from memfit.runtime.setup import Setup
 from memfit.verify.budget import run_once
-from memfit.whole_step import setup_of, tile_for
+from memfit.ways import setup_of
+from memfit.whole_step import tile_for
 from memfit.workload import Workload
 
 LESSONS = 3  # plans that are run to learn about their variants

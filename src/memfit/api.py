@@ -383,7 +383,8 @@ def _measuring(
         return known[key]
 
     def measured(setup: Setup | None, split: int) -> Profile:
-        what = [setup.techniques[-1] if setup is not None and split == 1 else f"{split} parts"]
+        what = [] if setup is None else [*setup.techniques]
+        what += [f"{split} parts"] if split > 1 else []
         if setup is not None and setup.state_kept_bytes:
             what.append(f"{format_bytes(setup.state_kept_bytes)} of the state kept")
         say(f"trying {', '.join(what)}")

@@ -39,6 +39,7 @@ class InfeasibleError(MemfitError):
     """No plan meets the goal; `minimum_bytes` is the smallest budget that one would meet.
 
     `incompressible_bytes` splits it: fixed, and on top of that in forward and in backward.
+    With a `slowdown` the memory would do, but the fastest plan takes so many times the plain step.
     `learned` is the profile with all that was run before the answer was no, if anything was;
     `missed_bytes` by how much more than it was to take the last plan took that ran, `ran` what all
     of them took, in words.
@@ -56,12 +57,14 @@ class InfeasibleError(MemfitError):
         budget_bytes: int | None = None,
         minimum_bytes: int | None = None,
         incompressible_bytes: dict[str, int] | None = None,
+        slowdown: float | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.incompressible_bytes = incompressible_bytes
+        self.slowdown = slowdown
 
     def saying(self, more: str) -> InfeasibleError:
         """The same with more words."""
@@ -70,6 +73,7 @@ class InfeasibleError(MemfitError):
             budget_bytes=self.budget_bytes,
             minimum_bytes=self.minimum_bytes,
             incompressible_bytes=self.incompressible_bytes,
+            slowdown=self.slowdown,
             hint=self.hint,
         )
         same.learned, same.missed_bytes, same.ran = self.learned, self.missed_bytes, self.ran

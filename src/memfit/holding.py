@@ -23,13 +23,17 @@ MAX_LESSONS = 3  # plans that are run to learn about their variants, in each rou
 
 @dataclass(frozen=True)
 class Held:
-    """A plan that held its budget, and the profile with all that its rounds showed."""
+    """A plan that held its budget, and the profile with all that its rounds showed.
+
+    `max_slowdown` is the limit it was made for.
+    """
 
     profile: Profile
     plan: Plan
     check: BudgetCheck
     rounds: int
     notes: tuple[str, ...]
+    max_slowdown: float | None = None
 
 
 def hold_budget(
@@ -69,7 +73,7 @@ def hold_budget(
             accumulate=profile.accumulate,
         )
         if check.holds:
-            return Held(profile, made, check, number, tuple(notes))
+            return Held(profile, made, check, number, tuple(notes), goal.max_slowdown)
         assert made.budget_bytes is not None
         needed.append(made.budget_bytes + check.over_bytes + page_bytes(profile))
         notes.append(f"round {number}: {_missed(made, check)}")

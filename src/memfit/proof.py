@@ -26,6 +26,8 @@ from memfit.verify.parts import check_split
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
 
+NO_MEASURE = 0.5  # of the gradients' length: from here on zeros are no further than is allowed
+
 
 def prove(
     workload: Workload,
@@ -63,10 +65,26 @@ def prove(
     notes = [*plan.notes, *held.notes]
     if planned.graphs is not None and planned.graphs.refused is not None:
         notes.append(f"not launched as CUDA graphs after all: {planned.graphs.refused}")
-    return replace(
-        _result(base, planned, held, numerics, speed),
-        notes=tuple(notes),
-        proof_s=time.perf_counter() - begun,
+    result = _result(base, planned, held, numerics, speed)
+    if (slower := slower_than_allowed(result, speed, held.max_slowdown)) is not None:
+        notes.append(slower)
+    return replace(result, notes=tuple(notes), proof_s=time.perf_counter() - begun)
+
+
+def slower_than_allowed(result: Result, speed: Speed, allowed: float | None) -> str | None:
+    """That the step took longer than allowed, where the spreads of the timings cannot explain it.
+
+    A plan is held to the limit by what is predicted.
+    """
+    planned, plain = speed.planned, speed.plain
+    plain_s, spread_s = result.baseline.step_s, 0.0 if plain is None else plain.spread_s
+    least = (planned.median_s - planned.spread_s) / (plain_s + spread_s)
+    if allowed is None or least <= allowed:
+        return None
+    return (
+        f"slower than allowed: the step takes {planned.median_s / plain_s:.3f}x the plain step's "
+        f"time ({least:.3f}x or more, by the spread of both), and {allowed:g}x was the limit; "
+        f"{result.predicted.time_ratio:.3f}x was predicted; a larger budget may take less"
     )
 
 
@@ -75,10 +93,23 @@ def _numbers(workload: Workload, part: Workload, planned: Applied, accumulate: i
     plan, unplanned = planned.plan, None
     if not plan.unplanned_is_plain:  # as CUDA graphs, its kernels are launched by the host
         unplanned = Applied(replace(plan.unplanned(), cuda_graphs=False), workload.model)
-    numerics = check_numerics(part, planned, unplanned)
+    numerics = with_reference_judged(check_numerics(part, planned, unplanned))
     if set(OPTIMIZER) & set(plan.setup):
         numerics = _with_parameters(part, planned, numerics, min(accumulate, 2))
     return numerics
+
+
+def with_reference_judged(numerics: Numerics) -> Numerics:
+    """The comparison, with a word where full precision is so far away that it is no measure."""
+    errors = numerics.error_vs_reference
+    if errors is None or not numerics.agree or errors["unplanned"] < NO_MEASURE:
+        return numerics
+    note = (
+        f"full precision is no measure here: unplanned gradients are {errors['unplanned']:.2g} of "
+        "their length from it, and gradients of zero would pass; what counts is how far the "
+        "planned are from the unplanned"
+    )
+    return replace(numerics, note=f"{numerics.note}; {note}" if numerics.note else note)
 
 
 def _timed_beside(workload: Workload, planned: Applied, base: Profile) -> Applied | None:

@@ -22,6 +22,7 @@ from memfit.measure.memory import measure_peak
 from memfit.measure.step import run_step, untouched
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.planning.techniques import INT8_WEIGHTS, ON_HOST
+from memfit.planning.trials import tried
 from memfit.report.fit import numbers_in_brief
 from memfit.runtime.apply import Applied
 from memfit.runtime.lowbit.int8_tensor import Int8Tensor
@@ -30,7 +31,7 @@ from memfit.runtime.tiled_loss.logits import Logits
 from memfit.targets import resolve_target
 from memfit.verify.budget import BudgetCheck
 from memfit.verify.parts import STILL_RANDOM, why_parts_differ
-from memfit.whole_step import _tried, whole_step
+from memfit.whole_step import whole_step
 from memfit.workload import Workload
 
 SLOW = pytest.mark.slow
@@ -77,18 +78,18 @@ def test_what_moves_is_planned_only_where_recomputing_does_not_do(
         asked.append(goal.techniques)
         return make_plan(profile, goal)
 
-    monkeypatch.setattr("memfit.whole_step.make_plan", noted)
+    monkeypatch.setattr("memfit.planning.trials.make_plan", noted)
     both = Goal(budget_bytes=make_plan(profile, Goal()).baseline_peak_bytes)
     both = replace(both, techniques=("recompute", "offload"))
-    assert _tried(profile, both).plan is not None
+    assert tried(profile, both).plan is not None
     assert asked == [("recompute",)]  # everything fits
     asked.clear()
     least = make_plan(profile, Goal()).minimum_feasible_bytes
     slow = replace(profile, call_times=tuple(_slower(call) for call in profile.call_times))
-    assert _tried(slow, replace(both, budget_bytes=least)).plan is not None
+    assert tried(slow, replace(both, budget_bytes=least)).plan is not None
     assert asked == [("recompute",), ("recompute", "offload")]
     asked.clear()
-    assert _tried(profile, replace(both, budget_bytes=least // 2)).refusal is not None
+    assert tried(profile, replace(both, budget_bytes=least // 2)).refusal is not None
     assert asked == [("recompute",), ("recompute", "offload")]
 
 

@@ -164,6 +164,7 @@ def _error_data(error: MemfitError) -> dict[str, Any]:
             "budget_bytes": error.budget_bytes,
             "minimum_feasible_bytes": error.minimum_bytes,
             "incompressible_bytes": error.incompressible_bytes,
+            "slowdown": error.slowdown,
             **data,
         }
     return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from memfit.planning import optimal
 from memfit.planning.acts import Act, Pick
 from memfit.planning.few_variants import with_few_variants, with_measured_variants
 from memfit.planning.placed import filled_up, held_bytes, holds, seconds
-from memfit.planning.refusal import nothing_fits, strategy_fails
+from memfit.planning.refusal import nothing_fits, strategy_fails, too_slow
 from memfit.planning.request import Choice, Request
 from memfit.planning.rivals import fastest_of_rivals, made_faster, translated
 from memfit.planning.simulate import Simulator, simulator_of
@@ -147,13 +146,7 @@ def make_plan(profile: Profile, goal: Goal, known: Plan | None = None) -> Plan:
     _check_host(simulator, goal, choice, budget)
     slowdown = seconds(simulator, choice) / plain_s
     if goal.max_slowdown is not None and slowdown > goal.max_slowdown * (1 + 1e-9):
-        raise InfeasibleError(
-            f"{_what(goal, budget)} costs {_up(slowdown, 3)}x the plain step's time, more than "
-            f"the allowed {goal.max_slowdown:g}x",
-            budget_bytes=budget,
-            minimum_bytes=minimum_bytes,
-            hint=f"allow --max-slowdown {_up(slowdown, 2)}, or ask for less memory saved",
-        )
+        raise too_slow(_what(goal, budget), slowdown, goal.max_slowdown, budget, minimum_bytes)
     # With an allocator `_smallest` only tries a few: the choice itself may hold less.
     held = held_bytes(simulator, choice.acts, choice.trim) + goal.margin_bytes
     minimum_bytes = min(minimum_bytes, held)
@@ -172,12 +165,6 @@ def _with_time_to_spare(simulator: Simulator, choice: Choice, target: int | None
         if as_fast and holds(simulator, later, target):
             return later
     return choice
-
-
-def _up(ratio: float, digits: int) -> str:
-    """The ratio rounded up, so that what is said is enough."""
-    scale = 10**digits
-    return f"{math.ceil(ratio * scale) / scale:.{digits}f}"
 
 
 def _host_bytes_that_help(simulator: Simulator, goal: Goal, budget: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -85,6 +86,26 @@ def strategy_fails(
         hint=(f"give {finer}; " if finer else "")
         + f"strategy 'optimal' goes down to {format_bytes(minimum)}",
     )
+
+
+def too_slow(
+    what: str, slowdown: float, allowed: float, budget: int | None, minimum: int
+) -> InfeasibleError:
+    """What is asked for can be held, and the fastest plan that does takes longer than allowed."""
+    return InfeasibleError(
+        f"{what} costs {_up(slowdown, 3)}x the plain step's time, more than the allowed "
+        f"{allowed:g}x",
+        budget_bytes=budget,
+        minimum_bytes=minimum,
+        slowdown=slowdown,
+        hint=f"allow --max-slowdown {_up(slowdown, 2)}, or ask for less memory saved",
+    )
+
+
+def _up(ratio: float, digits: int) -> str:
+    """The ratio rounded up, so that what is said is enough."""
+    scale = 10**digits
+    return f"{math.ceil(ratio * scale) / scale:.{digits}f}"
 
 
 def _finer(profile: Profile) -> str:
