@@ -25,6 +25,7 @@ class DeviceFacts:
     free_bytes: int
     torch: str
     driver: str | None = None
+    host: str = ""  # Python, system and cores around it; "": of a profile before these were stored
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import psutil
@@ -28,6 +29,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
             free_bytes=free + cached,
             torch=torch.__version__,
             driver=_driver(device),
+            host=_host(),
         )
     if device.type == "cpu":
         memory = psutil.virtual_memory()
@@ -37,11 +39,17 @@ def device_facts(device: torch.device) -> DeviceFacts:
             capacity_bytes=memory.total,
             free_bytes=memory.available,
             torch=torch.__version__,
+            host=_host(),
         )
     raise UsageError(
         f"memfit does not know devices of type {device.type!r}",
         hint="it fits steps on cuda and cpu",
     )
+
+
+def _host() -> str:
+    python, system = platform.python_version(), f"{platform.system()} {platform.machine()}"
+    return f"Python {python}, {system}, {os.cpu_count()} cores"
 
 
 def _driver(device: torch.device) -> str | None:

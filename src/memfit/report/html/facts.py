@@ -217,6 +217,7 @@ def environment(report: RunReport) -> list[tuple[str, str]]:
         ("device", f"{device.name}, {format_bytes(device.capacity_bytes)}"),
         ("driver", device.driver or "none"),
         ("torch", device.torch),
+        *([("host", device.host)] if device.host else []),
         ("memfit", report.memfit),
         ("copies", rates_line(report.profile.copy)),
         ("made", report.made),

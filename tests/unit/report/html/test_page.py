@@ -103,6 +103,10 @@ def test_everything_that_was_promised_is_in_the_page(run: RunReport) -> None:
     sections = Text(html_page(run)).sections
     assert set(sections) >= {"memory", "curve", "segments", "decisions", "environment", "commands"}
     assert "NVIDIA H200" in sections["environment"] and "2.11.0" in sections["environment"]
+    assert "Python" not in sections["environment"], "it is of before that was stored"
+    device = replace(run.profile.device, host="Python 3.12.3, Linux x86_64, 16 cores")
+    stored = replace(run, profile=replace(run.profile, device=device))
+    assert device.host in Text(html_page(stored)).sections["environment"]
     assert "memfit report --profile 'a <b> & c.json'" in sections["commands"]
     assert "memfit fit transformers:gpt2-large" in sections["commands"]
     words = " ".join(sections["comparison"].split())
