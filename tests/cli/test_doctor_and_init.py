@@ -12,7 +12,7 @@ from memfit.measure.bandwidth import host_copy_bandwidth
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.measure.bandwidth.host_copy_bandwidth", lambda: 12.3e9)
+    monkeypatch.setattr("memfit.measure.bandwidth.host_copy_bandwidth", lambda *_: 12.3e9)
     rates = CopyRates(11.1e9, 10.2e9, 3e-6, drag=1.0)
     monkeypatch.setattr("memfit.runtime.swap.rates.swap_rates", lambda device: rates)
 
