@@ -49,7 +49,8 @@ def test_copies_in_a_trace_move_what_the_plan_says(swapping: RunReport) -> None:
     out = _events(swapping, ph="X", pid=2, tid=2)
     back = _events(swapping, ph="X", pid=2, tid=3)
     for copies in (out, back):
-        assert sum(e["args"]["bytes"] for e in copies) == swapping.plan.host_bytes
+        moved = sum(e["args"]["bytes"] for e in copies)
+        assert 0 <= swapping.plan.host_bytes - moved < 512 * 1000, "each is rounded up on the host"
     busy_s = sum(e["dur"] for e in (*out, *back)) / 1e6
     # What copies slow down is limited in a step's seconds, so its clock may run a little faster.
     assert busy_s == pytest.approx(swapping.plan.predicted.copy_s, rel=0.05)
