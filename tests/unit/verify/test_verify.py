@@ -201,7 +201,8 @@ def test_speed_compares_planned_with_plain(zoo: SimpleNamespace) -> None:
     planned = _applied(workload)
     speed = compare_speed(workload, planned, steps=9)
     assert speed.ratio is not None and 0.6 < speed.ratio < 5
-    assert speed.same_code_ratio is not None and 0.3 < speed.same_code_ratio < 3
+    # Steps below a millisecond, maybe beside other processes.
+    assert speed.same_code_ratio is not None and 0.2 < speed.same_code_ratio < 5
     alone = compare_speed(workload, planned, steps=1, baseline=False)
     assert (alone.ratio, alone.same_code_ratio, alone.plain) == (None, None, None)
 
