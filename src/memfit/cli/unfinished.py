@@ -43,6 +43,7 @@ def unfinished(error: MemfitError, target: str, workload: Workload | None) -> Ru
             budget_bytes=error.budget_bytes,
             minimum_feasible_bytes=error.minimum_bytes,
             incompressible_bytes=error.incompressible_bytes,
+            slowdown=error.slowdown,
         )
     if isinstance(error, DeviceMemoryError):
         refused = replace(refused, memory=error.ended)

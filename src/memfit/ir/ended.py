@@ -75,6 +75,7 @@ class NoResult:
     device: dict[str, Any] = field(default_factory=dict)
     memory: OutOfMemory | None = None
     schema_version: int = SCHEMA_VERSION
+    slowdown: float | None = None  # of the fastest plan, where only that is too much
 
     @property
     def name(self) -> str:
