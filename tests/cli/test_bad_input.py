@@ -45,6 +45,7 @@ def test_missing_extra_says_which_to_install(memfit, monkeypatch, package, targe
         ("12XiB", "unknown unit"),
         ("0", "is not a budget"),
         ("0GiB", "is not a budget"),
+        ("12", "a budget of 12 bytes holds no training step"),
         ("-5", "'-5' is below 0"),
         ("0%", "is not a budget"),
         ("x%", "is not a share"),

@@ -44,17 +44,14 @@ class BenchOptions:
         """What all cells share."""
         from memfit.bench.machine import device_type
         from memfit.bench.suite import Settings
-        from memfit.planning.budget import check_bytes
-        from memfit.units import parse_bytes
+        from memfit.planning.budget import budget_bytes
 
-        cap = None if self.cap is None else parse_bytes(self.cap)
-        if cap is not None:
-            check_bytes(cap)
-            if device_type(self.target.device) != "cuda":
-                raise UsageError(
-                    "--cap limits the allocator of a GPU, and the cells run on the CPU",
-                    hint="leave it out, or add --device cuda",
-                )
+        cap = None if self.cap is None else budget_bytes(self.cap)
+        if cap is not None and device_type(self.target.device) != "cuda":
+            raise UsageError(
+                "--cap limits the allocator of a GPU, and the cells run on the CPU",
+                hint="leave it out, or add --device cuda",
+            )
         return Settings(self.steps, self.timeout_s, cap, self.retry)
 
     def cells(self) -> list[CellSpec]:

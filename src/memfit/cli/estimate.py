@@ -74,15 +74,10 @@ def _allowing(way: str | None) -> list[str]:
 def _device(gpu: str | None, budget: str | None) -> str | int | None:
     """The card's name or the bytes, checked before torch is loaded."""
     from memfit.ir.cards import find_card
-    from memfit.planning.budget import check_bytes
-    from memfit.units import parse_bytes
+    from memfit.planning.budget import budget_bytes
 
     given = {"--gpu": gpu, "--budget": budget}
     refuse_together([option for option, value in given.items() if value is not None])
     if gpu is not None:
         return find_card(gpu).name
-    if budget is None:
-        return None
-    size = parse_bytes(budget)
-    check_bytes(size)
-    return size
+    return None if budget is None else budget_bytes(budget)

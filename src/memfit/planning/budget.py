@@ -8,6 +8,7 @@ from memfit.planning.simulate import simulator_of
 from memfit.units import format_bytes, parse_bytes
 
 AUTO_SHARE = 0.97  # of the free device memory: "auto" leaves 3 % to everyone else
+_FEW_BYTES = 256  # a bare number below is gigabytes whose unit was forgotten
 
 
 def resolve_budget(budget: str | int, profile: Profile) -> int:
@@ -36,8 +37,7 @@ def check_budget_text(budget: str | int, device: DeviceFacts | None = None) -> N
         if text.endswith("%"):
             _share(text)
             return
-    size = parse_bytes(budget)
-    check_bytes(size)
+    size = budget_bytes(budget)
     if device is not None and size > device.capacity_bytes:
         raise UsageError(
             f"the budget of {format_bytes(size)} is more than the "
@@ -46,13 +46,20 @@ def check_budget_text(budget: str | int, device: DeviceFacts | None = None) -> N
         )
 
 
-def check_bytes(size: int) -> None:
-    """Refuse zero and negative sizes."""
+def budget_bytes(budget: str | int) -> int:
+    """The bytes that a budget names which is no share; refuses what can be none."""
+    size = parse_bytes(budget)
     if size <= 0:
         raise UsageError(
             f"a budget of {size} bytes is not a budget",
             hint='give the bytes the whole step may use, for example "12GiB" or "60%"',
         )
+    if isinstance(budget, str) and budget.strip().isdecimal() and size < _FEW_BYTES:
+        raise UsageError(
+            f"a budget of {size} bytes holds no training step",
+            hint=f'"{size}GiB" and "{size}GB" are gigabytes',
+        )
+    return size
 
 
 def _share(budget: str) -> float:
