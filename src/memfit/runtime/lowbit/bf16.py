@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from memfit.runtime.lowbit.log_codes import PIECE
+from memfit.runtime.lowbit.pieces import Pieces
 
 _CUT_BITS = 16
-WORKING_BYTES_PER_ELEMENT = 12
 
 
-def to_bf16(flat: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """A one-dimensional fp32 tensor in bf16.
+def to_bf16_(
+    flat: torch.Tensor, result: torch.Tensor, random: torch.Generator, pieces: Pieces
+) -> None:
+    """Write a one-dimensional fp32 tensor in bf16.
 
     Each number becomes one of its neighbours, with the odds of its distance.
     """
-    result = torch.empty_like(flat, dtype=torch.bfloat16)
-    for piece, target in zip(flat.split(PIECE), result.split(PIECE), strict=True):
-        bits = piece.view(torch.int32)
-        noise = torch.empty_like(bits).random_(0, 2**_CUT_BITS, generator=random)
-        rounded = noise.add_(bits).bitwise_and_(-(2**_CUT_BITS)).view(torch.float32)
-        target.copy_(torch.where(piece.isfinite(), rounded, piece))
-    return result
+    for run, part in pieces.of(flat.numel()):
+        noise = torch.empty_like(flat[part], dtype=torch.int32)
+        run(_round_, flat[part], noise.random_(0, 2**_CUT_BITS, generator=random), result[part])
+
+
+def _round_(numbers: torch.Tensor, noise: torch.Tensor, result: torch.Tensor) -> None:
+    rounded = noise.add_(numbers.view(torch.int32)).bitwise_and_(-(2**_CUT_BITS))
+    result.copy_(torch.where(numbers.isfinite(), rounded.view(torch.float32), numbers))

@@ -8,19 +8,17 @@ Not optimal: large numbers have no finer codes than small ones.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from memfit.runtime.lowbit.pieces import Pieces
+
 BLOCK = 256
 PER_OCTAVE = 8
 # The most that a number within the range of the codes is changed by, as a share of itself.
 RELATIVE_ERROR = 2 ** (1 / PER_OCTAVE) - 1
-# Temporary memory does not grow with the tensor beyond this many elements.
-PIECE = 2**20
-WORKING_BYTES_PER_ELEMENT = 40
 
 
 class Codebook(NamedTuple):
@@ -39,35 +37,43 @@ SIGNED = Codebook(127, 127)
 UNSIGNED = Codebook(0, 255)  # no number but zero becomes zero
 
 
-def encode(
-    flat: torch.Tensor, book: Codebook, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of a one-dimensional fp32 tensor, and the largest magnitude of each block.
+def encode_(
+    flat: torch.Tensor,
+    codes: torch.Tensor,
+    largest: torch.Tensor,
+    book: Codebook,
+    random: torch.Generator,
+    pieces: Pieces,
+) -> None:
+    """Write the codes of a one-dimensional fp32 tensor, and the largest magnitude of each block.
 
     A block that holds an infinity or NaN becomes NaN.
     """
-    codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
-    largest = torch.empty(num_blocks(flat.numel()), device=flat.device)
-    for start in range(0, flat.numel(), PIECE):
-        piece = flat[start : start + PIECE]
-        blocks = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
-        peak = torch.linalg.vector_norm(blocks, math.inf, dim=1)
-        first = start // BLOCK
-        largest[first : first + len(peak)] = peak
-        found = _codes(blocks, peak, book, random).view(-1)
-        codes[start : start + PIECE] = found[: piece.numel()]
-    return codes, largest
+    table = _table(book, flat.device)[book.zero :]
+    for run, part in pieces.of(flat.numel(), BLOCK):
+        found, peaks = codes[part], largest[_blocks_of(part)]
+        blocks, whole = flat[part], found
+        missing = -blocks.numel() % BLOCK
+        if missing:
+            blocks = torch.nn.functional.pad(blocks, (0, missing))
+            whole = torch.empty_like(blocks, dtype=torch.uint8)
+        draw = torch.rand(blocks.shape, generator=random, device=flat.device)
+        write = _write_signed_ if book.zero else _write_unsigned_
+        run(write, *(t.view(-1, BLOCK) for t in (blocks, draw, whole)), peaks, table)
+        if missing:
+            found.copy_(whole[: found.numel()])
 
 
-def decode(codes: torch.Tensor, largest: torch.Tensor, book: Codebook) -> torch.Tensor:
+def decode(
+    codes: torch.Tensor, largest: torch.Tensor, book: Codebook, pieces: Pieces
+) -> torch.Tensor:
     """The numbers of these codes."""
     flat = torch.empty(codes.numel(), device=codes.device)
     table = _table(book, codes.device)
-    for start in range(0, codes.numel(), PIECE):
-        piece = codes[start : start + PIECE]
-        first = start // BLOCK
-        scales = largest[first : first + PIECE // BLOCK].repeat_interleave(BLOCK)
-        flat[start : start + PIECE] = table[piece.int()] * scales[: piece.numel()]
+    for run, part in pieces.of(codes.numel(), BLOCK):
+        peaks = largest[_blocks_of(part)]
+        shape = len(peaks), -1
+        run(_read_into_, flat[part].view(shape), codes[part].view(shape), peaks, table)
     return flat
 
 
@@ -76,21 +82,59 @@ def num_blocks(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
-def _codes(
-    blocks: torch.Tensor, peak: torch.Tensor, book: Codebook, random: torch.Generator
-) -> torch.Tensor:
-    table = _table(book, blocks.device)[book.zero :]
-    share = (blocks.abs() / peak.unsqueeze(1)).nan_to_num_(0.0, 0.0, 0.0)
-    below = (share.log2() * PER_OCTAVE).floor_().add_(book.levels).clamp_(0, book.levels).int()
+def _blocks_of(part: slice) -> slice:
+    return slice(part.start // BLOCK, num_blocks(part.stop))
+
+
+def _write_signed_(
+    blocks: torch.Tensor,
+    draw: torch.Tensor,
+    codes: torch.Tensor,
+    largest: torch.Tensor,
+    table: torch.Tensor,
+) -> None:
+    peak, steps = _steps(blocks, draw, table)
+    largest.copy_(peak)
+    codes.copy_(steps * blocks.sign().int() + SIGNED.zero)
+
+
+def _write_unsigned_(
+    blocks: torch.Tensor,
+    draw: torch.Tensor,
+    codes: torch.Tensor,
+    largest: torch.Tensor,
+    table: torch.Tensor,
+) -> None:
+    peak, steps = _steps(blocks, draw, table)
+    largest.copy_(peak)
+    codes.copy_(torch.where(blocks > 0, steps.clamp(min=1), 0))
+
+
+def _read_into_(
+    numbers: torch.Tensor, codes: torch.Tensor, largest: torch.Tensor, table: torch.Tensor
+) -> None:
+    numbers.copy_(table[codes.int()] * largest.unsqueeze(1))
+
+
+def _steps(
+    blocks: torch.Tensor, draw: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest magnitude of each block, and how many codes each number lies above zero."""
+    size = blocks.abs()
+    peak = size.amax(1)
+    peak = torch.where(peak.isfinite(), peak, torch.nan)
+    return peak, _rounded(size / peak.unsqueeze(1), draw, table)
+
+
+def _rounded(share: torch.Tensor, draw: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The place in the table of each share: one of the two that it lies between."""
+    levels = len(table) - 1
+    # A GPU's division is not exact: the largest of a block may be more than all of itself.
+    share = share.nan_to_num(0.0, 0.0, 0.0).clamp(max=1.0)
+    below = ((share.log2() * PER_OCTAVE).floor() + levels).clamp(0, levels).int()
     lower = table[below]
-    gap = table[(below + 1).clamp_(max=book.levels)] - lower
-    draw = torch.rand(blocks.shape, generator=random, device=blocks.device)
-    steps = below + (draw * gap < share - lower)
-    if book.zero:
-        steps *= blocks.sign().int()
-    else:
-        steps = torch.where(blocks > 0, steps.clamp_(min=1), 0)
-    return (steps + book.zero).to(torch.uint8)
+    gap = table[(below + 1).clamp(max=levels)] - lower
+    return below + (draw * gap < share - lower)
 
 
 @cache

@@ -11,6 +11,7 @@ from torch.utils._pytree import register_pytree_node
 
 from memfit.runtime.lowbit import bf16, log_codes
 from memfit.runtime.lowbit.log_codes import SIGNED, UNSIGNED, Codebook
+from memfit.runtime.lowbit.pieces import Pieces, piece_elements
 from memfit.runtime.optimizer.footprint import rounded
 from memfit.runtime.optimizer.on_host.memory import dense, dense_strides
 from memfit.runtime.swap.moved import Geometry
@@ -24,6 +25,9 @@ CODEBOOKS: dict[str, Codebook] = {  # by the names that Adam, AdamW and SGD give
 }
 # Smaller ones stay as they are, as in the paper: they save little and are often delicate.
 MIN_ELEMENTS = 4096
+# An element of a piece takes these temporary bytes, or in compiled code its random number.
+_WORKING_BYTES: dict[Bits, int] = {"bf16_sr": 12, "8bit": 40}
+_DRAWN_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,33 +39,35 @@ class Packed:
     book: Codebook | None
     geometry: Geometry
 
-    def overwritten(self, other: Packed) -> Packed:
-        """This one with the content of another of the same tensor."""
-        if self.values.shape != other.values.shape:
-            return other
-        self.values.copy_(other.values)
-        if self.largest is not None and other.largest is not None:
-            self.largest.copy_(other.largest)
-        return self
 
-
-def pack(tensor: torch.Tensor, key: str, bits: Bits, random: torch.Generator) -> Packed:
-    """The state tensor of this name in few bits."""
+def pack(
+    tensor: torch.Tensor,
+    key: str,
+    bits: Bits,
+    random: torch.Generator,
+    pieces: Pieces,
+    into: Packed | None = None,
+) -> Packed:
+    """The state tensor of this name in few bits, in the memory of an earlier one if given."""
     geometry = Geometry(tensor.dtype, 0, tuple(tensor.shape), dense_strides(tensor))
     flat = _flat(dense(tensor)).float()
-    if bits == "bf16_sr":
-        return Packed(bf16.to_bf16(flat, random), None, None, geometry)
-    book = CODEBOOKS[key]
-    return Packed(*log_codes.encode(flat, book, random), book, geometry)
+    packed = into
+    if packed is None or packed.geometry != geometry:
+        packed = _empty(flat, CODEBOOKS[key], bits, geometry)
+    if packed.largest is None or packed.book is None:
+        bf16.to_bf16_(flat, packed.values, random, pieces)
+    else:
+        log_codes.encode_(flat, packed.values, packed.largest, packed.book, random, pieces)
+    return packed
 
 
-def unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed, pieces: Pieces) -> torch.Tensor:
     """The tensor as the optimizer made it, but for what rounding changed."""
     geometry = packed.geometry
     if packed.largest is None or packed.book is None:
         flat = packed.values
     else:
-        flat = log_codes.decode(packed.values, packed.largest, packed.book)
+        flat = log_codes.decode(packed.values, packed.largest, packed.book, pieces)
     return flat.to(geometry.dtype).as_strided(geometry.size, geometry.stride)
 
 
@@ -83,12 +89,19 @@ def packed_bytes(elements: int, bits: Bits) -> int:
     return rounded(elements) + rounded(4 * log_codes.num_blocks(elements))
 
 
-def working_bytes(tensor: torch.Tensor, bits: Bits) -> int:
+def working_bytes(tensor: torch.Tensor, bits: Bits, *, compiled: bool) -> int:
     """Temporary bytes while state like this tensor is packed or unpacked."""
     in_fp32 = 0 if tensor.dtype is torch.float32 else 4 * tensor.numel()
-    at_a_time = min(log_codes.PIECE, log_codes.num_blocks(tensor.numel()) * log_codes.BLOCK)
-    way = bf16 if bits == "bf16_sr" else log_codes
-    return way.WORKING_BYTES_PER_ELEMENT * at_a_time + in_fp32
+    at_a_time = min(piece_elements(compiled=compiled), tensor.numel())
+    each = _DRAWN_BYTES if compiled else _WORKING_BYTES[bits]
+    return each * at_a_time + in_fp32
+
+
+def _empty(flat: torch.Tensor, book: Codebook, bits: Bits, geometry: Geometry) -> Packed:
+    if bits == "bf16_sr":
+        return Packed(torch.empty_like(flat, dtype=torch.bfloat16), None, None, geometry)
+    largest = flat.new_empty(log_codes.num_blocks(flat.numel()))
+    return Packed(torch.empty_like(flat, dtype=torch.uint8), largest, book, geometry)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

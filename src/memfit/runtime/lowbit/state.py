@@ -20,6 +20,7 @@ from memfit.runtime.lowbit.packed import (
     unpack,
     working_bytes,
 )
+from memfit.runtime.lowbit.pieces import pieces
 from memfit.runtime.optimizer.accepted import Parameters, optimized, refuse_sparse
 from memfit.runtime.optimizer.footprint import Footprint, StateSizes, rounded, tensor_bytes
 from memfit.runtime.optimizer.on_host.state_on_host import chunks, with_the_rest
@@ -37,7 +38,8 @@ class LowBitState(Reversible):
     optimizer's own kernels and packed again. Approximate: "8bit" keeps a number within 9.1 % of
     itself, "bf16_sr" within 0.8 %, both right on average. Tensors under 4096 elements stay in full.
     state_dict() gives the full state in host memory, as a plain optimizer loads it. Rounding draws
-    from a generator of its own.
+    from a generator of its own. `compiled` makes few kernels of the arithmetic, so that the host
+    launches less; None: on a GPU for "bf16_sr", as what it makes of "8bit" has not run there yet.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LowBitState(Reversible):
         *,
         bits: Bits = "8bit",
         seed: int = 0,
+        compiled: bool | None = None,
     ) -> None:
         _check(optimizer, bits)
         self.optimizer = optimizer
@@ -56,6 +59,8 @@ class LowBitState(Reversible):
         sizes = StateSizes(self._parts)
         self._full_bytes = {id(p): sizes.of([p]) for p in optimized(optimizer)}
         self._seed = seed
+        on_gpu = any(p.is_cuda for p in optimized(optimizer))
+        self._compiled = on_gpu and bits == "bf16_sr" if compiled is None else compiled
         self._random: dict[torch.device, torch.Generator] = {}
         # What the state of a group was packed into, while it steps in full.
         self._unpacked: dict[tuple[int, str], Packed] = {}
@@ -88,7 +93,9 @@ class LowBitState(Reversible):
         """Bytes that packing removes, and of the largest group's state in full while it steps."""
         removed = sum(self._removed_bytes(p) for group in self.groups for p in group)
         stepping = max(sum(self._unpacked_bytes(p) for p in group) for group in self.groups)
-        packing = max(working_bytes(p, self.bits) for p in optimized(self.optimizer))
+        packing = max(
+            working_bytes(p, self.bits, compiled=self._compiled) for p in optimized(self.optimizer)
+        )
         return Footprint(removed, stepping + packing, 0)
 
     def step_group(self, parameters: Parameters) -> None:
@@ -114,25 +121,27 @@ class LowBitState(Reversible):
         self._pack(optimized(self.optimizer))
 
     def _pack(self, parameters: Parameters) -> None:
-        for parameter in parameters:
-            state = self.optimizer.state.get(parameter, {})
-            for key in [k for k in state if k in CODEBOOKS]:
-                value = state[key]
-                if type(value) is torch.Tensor:  # just loaded, it may lie anywhere
-                    value = state[key] = value.to(parameter.device)
-                if packable(key, value, self.bits):
-                    fresh = pack(value, key, self.bits, self._generator(parameter.device))
-                    # In the same memory from step to step, as plain state is.
-                    old = self._unpacked.pop((id(parameter), key), None)
-                    state[key] = fresh if old is None else old.overwritten(fresh)
+        with pieces(self._compiled) as how:
+            for parameter in parameters:
+                state = self.optimizer.state.get(parameter, {})
+                for key in [k for k in state if k in CODEBOOKS]:
+                    value = state[key]
+                    if type(value) is torch.Tensor:  # just loaded, it may lie anywhere
+                        value = state[key] = value.to(parameter.device)
+                    if packable(key, value, self.bits):
+                        random = self._generator(parameter.device)
+                        # In the same memory from step to step, as plain state is.
+                        old = self._unpacked.pop((id(parameter), key), None)
+                        state[key] = pack(value, key, self.bits, random, how, into=old)
 
     def _unpack(self, parameters: Parameters) -> None:
-        for parameter in parameters:
-            state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Packed):
-                    self._unpacked[id(parameter), key] = value
-                    state[key] = unpack(value)
+        with pieces(self._compiled) as how:
+            for parameter in parameters:
+                state = self.optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Packed):
+                        self._unpacked[id(parameter), key] = value
+                        state[key] = unpack(value, how)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._random:
@@ -151,10 +160,11 @@ class LowBitState(Reversible):
 
 def _in_full(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state_dict with packed tensors in full, in host memory."""
-    state = {
-        number: {k: unpack(v).cpu() if isinstance(v, Packed) else v for k, v in values.items()}
-        for number, values in state_dict["state"].items()
-    }
+    with pieces(compiled=False) as how:
+        state = {
+            number: {k: unpack(v, how).cpu() if isinstance(v, Packed) else v for k, v in of.items()}
+            for number, of in state_dict["state"].items()
+        }
     return {**state_dict, "state": state}
 
 

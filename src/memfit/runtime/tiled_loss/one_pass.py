@@ -14,13 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from memfit.measure.device import PRODUCT_GRAIN
-from memfit.runtime.tiled_loss.softmax import (
-    Run,
-    row_gradients_,
-    row_losses_,
-    row_runner,
-    softmax_dtype,
-)
+from memfit.runtime.fused import Run, runner
+from memfit.runtime.tiled_loss.softmax import row_gradients_, row_losses_, softmax_dtype
 from memfit.runtime.tiled_loss.tiles import row_stride
 
 _ADDS_WIDE = (8, 0)  # CUDA devices from here on add products of half precision to a float32 sum
@@ -120,7 +115,7 @@ def losses_only(hidden: torch.Tensor, head: Head, rows: Rows, tiling: Tiling) ->
     head = head.cast()
     logits = _logits_of_a_tile(hidden, head, tiling)
     losses = [hidden.new_empty((0, 1), dtype=softmax_dtype(head.dtype))]
-    with row_runner(tiling.compiled) as run:
+    with runner(tiling.compiled) as run:
         for tile in _tiles(len(hidden), tiling):
             inputs = hidden[tile].to(head.dtype)
             head.write_logits(inputs, logits[: len(inputs)])
@@ -138,7 +133,7 @@ def losses_and_gradients(
     found = Gradients.empty(hidden, head, needed)
     logits = _logits_of_a_tile(hidden, head, tiling)
     losses = [hidden.new_empty((0, 1), dtype=softmax_dtype(head.dtype))]
-    with row_runner(tiling.compiled) as run:
+    with runner(tiling.compiled) as run:
         for tile in _tiles(len(hidden), tiling):
             inputs = hidden[tile].to(head.dtype)
             some = logits[: len(inputs)]

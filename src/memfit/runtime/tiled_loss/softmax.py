@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
-
 import torch
-
-Run = Callable[..., Any]  # a function of rows, then its inputs
-
-_UNLIMITED = 1_000_000
-# Past its limits dynamo runs code eagerly without a word; here only errors stop it.
-_DYNAMO_SETTINGS = {
-    "recompile_limit": _UNLIMITED,
-    "accumulated_recompile_limit": _UNLIMITED,
-    "suppress_errors": False,
-}
 
 
 def softmax_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,26 +29,6 @@ def row_gradients_(
         powers.sub_(weights * spread)
     logits.copy_(powers)
     return losses, weights * (at_label.exp() / total - (1 - smoothing) - spread)
-
-
-@contextmanager
-def row_runner(compiled: bool) -> Iterator[Run]:
-    """Runs the functions above as they are, or compiled for each shape they meet.
-
-    Entered once for many tiles: settings of dynamo take the host longer to set than a kernel.
-    """
-    if not compiled:
-        yield lambda function, *inputs: function(*inputs)
-        return
-    from torch._dynamo import config  # loads dynamo, which takes seconds
-
-    with config.patch(_DYNAMO_SETTINGS):
-        yield lambda function, *inputs: _compiled(function)(*inputs)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def _exponentials(
