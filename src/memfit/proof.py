@@ -26,8 +26,6 @@ from memfit.verify.parts import check_split
 from memfit.verify.speed import Speed, compare_speed
 from memfit.workload import Workload
 
-NO_MEASURE = 0.5  # of the gradients' length: from here on zeros are no further than is allowed
-
 
 def prove(
     workload: Workload,
@@ -102,7 +100,7 @@ def _numbers(workload: Workload, part: Workload, planned: Applied, accumulate: i
 def with_reference_judged(numerics: Numerics) -> Numerics:
     """The comparison, with a word where full precision is so far away that it is no measure."""
     errors = numerics.error_vs_reference
-    if errors is None or not numerics.agree or errors["unplanned"] < NO_MEASURE:
+    if errors is None or not numerics.agree or numerics.reference_judges:
         return numerics
     note = (
         f"full precision is no measure here: unplanned gradients are {errors['unplanned']:.2g} of "

@@ -10,6 +10,7 @@ from memfit.ir.plan import TechniqueChoice
 from memfit.ir.swap import SwapStatistics
 
 SCHEMA_VERSION = 1
+NO_MEASURE = 0.5  # of the gradients' length: from here on zeros are no further than is allowed
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Numerics:
     agree: bool = False  # what the executor promises holds
     repeatable: bool = True
     note: str | None = None
+
+    @property
+    def reference_judges(self) -> bool:
+        """Whether full precision is so near that it tells wrong gradients from right ones."""
+        errors = self.error_vs_reference
+        return errors is not None and errors["unplanned"] < NO_MEASURE
 
     @property
     def kept(self) -> bool:

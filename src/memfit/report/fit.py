@@ -203,10 +203,18 @@ def numbers_in_brief(numerics: Numerics) -> str:
         return "numbers identical"
     if not numerics.repeatable:
         return "numbers not comparable (the plain step does not repeat itself)"
+    apart = f"they differ by {numerics.grad_max_rel_diff:.2g}"
+    if _unjudged(numerics):
+        return f"numbers not judged ({apart}; full precision is no measure)"
     if numerics.error_vs_reference is not None and numerics.agree:
         return "numbers as exact as unplanned"
-    words = "within tolerance" if numerics.agree else "NOT identical"
-    return f"numbers {words} (they differ by {numerics.grad_max_rel_diff:.2g})"
+    return f"numbers {'within tolerance' if numerics.agree else 'NOT identical'} ({apart})"
+
+
+def _unjudged(numerics: Numerics) -> bool:
+    """Whether full precision was to judge and is too far away for that."""
+    compared = numerics.error_vs_reference is not None
+    return numerics.agree and compared and not numerics.reference_judges
 
 
 def numbers_line(numerics: Numerics) -> Text:
@@ -214,7 +222,8 @@ def numbers_line(numerics: Numerics) -> Text:
     if numerics.bitwise_vs_unplanned and numerics.agree:
         text = Text("identical to the unplanned step, bit for bit", style="green")
     else:
-        words = "within tolerance" if numerics.agree else "not identical"
+        agreeing = "not judged" if _unjudged(numerics) else "within tolerance"
+        words = agreeing if numerics.agree else "not identical"
         text = Text(
             f"{words}: loss differs by {numerics.loss_max_abs_diff:.3g}, gradients by "
             f"{numerics.grad_max_rel_diff:.3g} of their largest",

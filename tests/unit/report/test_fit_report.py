@@ -108,6 +108,11 @@ def test_summary_is_one_line(result):
             "numbers as exact as unplanned",
         ),
         (
+            Numerics(False, 0.1, 0.2, {"planned": 1.4, "unplanned": 1.4}, agree=True),
+            True,
+            "numbers not judged (they differ by 0.2; full precision is no measure)",
+        ),
+        (
             Numerics(False, 0.1, 0.2, {"planned": 0.3, "unplanned": 0.1}, agree=False),
             False,
             "NOT identical",
