@@ -91,23 +91,10 @@ def _numbers(workload: Workload, part: Workload, planned: Applied, accumulate: i
     plan, unplanned = planned.plan, None
     if not plan.unplanned_is_plain:  # as CUDA graphs, its kernels are launched by the host
         unplanned = Applied(replace(plan.unplanned(), cuda_graphs=False), workload.model)
-    numerics = with_reference_judged(check_numerics(part, planned, unplanned))
+    numerics = check_numerics(part, planned, unplanned)
     if set(OPTIMIZER) & set(plan.setup):
         numerics = _with_parameters(part, planned, numerics, min(accumulate, 2))
     return numerics
-
-
-def with_reference_judged(numerics: Numerics) -> Numerics:
-    """The comparison, with a word where full precision is so far away that it is no measure."""
-    errors = numerics.error_vs_reference
-    if errors is None or not numerics.agree or numerics.reference_judges:
-        return numerics
-    note = (
-        f"full precision is no measure here: unplanned gradients are {errors['unplanned']:.2g} of "
-        "their length from it, and gradients of zero would pass; what counts is how far the "
-        "planned are from the unplanned"
-    )
-    return replace(numerics, note=f"{numerics.note}; {note}" if numerics.note else note)
 
 
 def _timed_beside(workload: Workload, planned: Applied, base: Profile) -> Applied | None:

@@ -212,7 +212,7 @@ def numbers_in_brief(numerics: Numerics) -> str:
 
 
 def _unjudged(numerics: Numerics) -> bool:
-    """Whether full precision was to judge and is too far away for that."""
+    """Whether full precision is too far away to judge, and the plain step, too."""
     compared = numerics.error_vs_reference is not None
     return numerics.agree and compared and not numerics.reference_judges
 

@@ -72,7 +72,8 @@ def check_numerics(
     Deterministic algorithms are asked for, under `graph` only where the usual ones differ.
     Recomputed operators are the same operators, so the numbers must be the same bit for bit, except
     under `inductor`: there a plan changes what is fused, and the planned step may be at most twice
-    as far from eager full precision as the unplanned one.
+    as far from eager full precision as the unplanned one, or where that is no measure some percent
+    from the unplanned one.
     When the unplanned step does not fit on the device, its saved tensors lie in host memory. When
     it does not repeat itself, both run again with attention kernels that do.
     """
@@ -232,7 +233,8 @@ def _against_unplanned(
 def _against_reference(
     workload: Workload, result: Numerics, unplanned: Numbers, planned: Numbers
 ) -> Numerics:
-    """How far both steps are from eager full precision."""
+    """How far both steps are from eager full precision, or from each other where that is so far
+    that gradients of zero would pass."""
     with full_precision():
         reference, _ = unplanned_numbers(workload, None)
     errors = {
@@ -240,7 +242,15 @@ def _against_reference(
         "unplanned": gradient_error(reference, unplanned),
     }
     agree = errors["planned"] <= 2 * errors["unplanned"] + ROUNDING
-    return replace(result, error_vs_reference=errors, agree=agree)
+    compared = replace(result, error_vs_reference=errors, agree=agree)
+    if compared.reference_judges or not agree:
+        return compared
+    why = (
+        "full precision is no measure here: unplanned gradients are "
+        f"{errors['unplanned']:.2g} of their length from it"
+    )
+    near = _near(result, unplanned, planned, why, RANDOM_TOLERANCE)
+    return near if near.agree else replace(compared, note=near.note)
 
 
 def workload_is_random(workload: Workload) -> bool:

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from memfit.capture.profile import profile_workload
+from memfit.ir.result import Numerics
 from memfit.measure.timing import Timing
 from memfit.planning.make_plan import Goal, make_plan
 from memfit.runtime import recompute
 from memfit.runtime.apply import Applied
 from memfit.runtime.random_state import RandomState
+from memfit.verify import numerics
 from memfit.verify.budget import check_budget
 from memfit.verify.deterministic import CUBLAS, deterministic
 from memfit.verify.numerics import (
@@ -143,6 +145,42 @@ def test_a_gradient_that_is_rounding_alone_is_not_far_from_eager() -> None:
     assert 0 < apart(numbers(-1e-9)) < 1e-5
     assert apart(numbers(1e-9, 1.1)) == pytest.approx(0.1, rel=1e-3)
     assert apart(numbers(0.5)) > 1
+
+
+@pytest.mark.parametrize(
+    ("planned", "note", "agree", "judged"),
+    [
+        (2.0, None, True, True),
+        (2.02, "full precision is no measure here: unplanned gradients are 1.4 of", True, True),
+        (-2.0, "together are 2 of their length from the unplanned ones", True, False),
+        (9.0, None, False, False),
+    ],
+)
+def test_a_reference_as_far_as_zeros_is_no_measure(
+    zoo: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: float,
+    note: str | None,
+    agree: bool,
+    judged: bool,
+) -> None:
+    """ResNet-152: both steps were 1.39 of the gradients' length from full precision."""
+
+    def gradients(first: float, second: float) -> Numbers:
+        return Numbers(torch.tensor(1.0), {"w": torch.tensor([first, second])}, {})
+
+    reference = gradients(2.0, 0.0) if note is None and agree else gradients(0.0, 2.0)
+    monkeypatch.setattr(numerics, "unplanned_numbers", lambda *given: (reference, False))
+    result = Numerics(False, 0.0, abs(planned - 2) / 2, agree=False)
+    found = numerics._against_reference(
+        zoo.workload(zoo.Stack, zoo.sequences),
+        result,
+        gradients(2.0, 0.0),
+        gradients(planned, 0.0),
+    )
+    assert found.agree is agree
+    assert (found.error_vs_reference is None or found.reference_judges) is judged
+    assert (note or "") in (found.note or "") and (note is None) == (found.note is None)
 
 
 def test_imaginary_parts_are_compared() -> None:
