@@ -71,7 +71,9 @@ class Run:
                 for workload in suite.workloads
                 if any(fnmatchcase(workload.name, pattern) for pattern in patterns.split(","))
             )
-            peers = (peer for suite in suites for peer in suite.systems)
+            named = ",".join(_after("--systems", self.words))
+            usual = (peer for suite in suites for peer in suite.systems)
+            peers = iter(named.split(",")) if named else usual
         elif Path(self.words[0]).stem != "inside":
             return []
         compiled = [peer for peer in peers if peer.split(":")[0] in COMPILED]

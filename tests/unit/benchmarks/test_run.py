@@ -116,6 +116,9 @@ def test_a_suite_is_compiled_ahead_too_of_each_workload_one_the_longest_first() 
     some = "| `all` | ? | `memfit bench --suite peers --workloads 'gpt2*,vit*'` | 1 | |"
     names = {name for name, _ in run.read_runs(some)["all"].systems}
     assert names == {"gpt2-large@8x1024 bf16", "vit_b_16@64"}
+    for named, peers in (("eager", set()), ("eager,compile", {"compile"})):
+        one = f"| `one` | ? | `memfit bench --suite sweep --systems {named}` | 1 | |"
+        assert {peer for _, peer in run.read_runs(one)["one"].systems} == peers
 
 
 def test_what_a_suite_has_measured_is_not_compiled_for_again(started: Main, tmp_path: Path) -> None:
