@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.runtime.fused import Run, runner
+from memfit.runtime.fused import Run, as_it_is, runner
 
 PIECE = 2**20
 # Where the arithmetic is compiled a piece needs less memory, and a call as long as many numbers.
@@ -47,8 +47,3 @@ def pieces(compiled: bool) -> Iterator[Pieces]:
 def piece_elements(*, compiled: bool) -> int:
     """The most elements of a piece."""
     return COMPILED_PIECE if compiled else PIECE
-
-
-def as_it_is(function: Callable[..., object], *inputs: object) -> object:
-    """Run a function and compile nothing."""
-    return function(*inputs)
